@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -94,13 +94,15 @@ class KTMoEWrapper:
     strict: ClassVar[bool] = False
     memory: ClassVar[str] = "auto"
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
         if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
         bound.apply_defaults()
-        return _make_sft_wrapper(bound.arguments) if bound.arguments["mode"] == "sft" else super().__new__(cls)
+        if bound.arguments["mode"] != "sft":
+            return super().__new__(cls)
+        return _make_sft_wrapper(bound.arguments)  # type: ignore[return-value]  # not for type checkers
 
     def __init__(
         self,
