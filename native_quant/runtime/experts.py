@@ -24,6 +24,10 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.arguments import (
+    FLOAT32,
+    INT64,
+    MARKS,
+    UINT16,
     describe,
     require_array,
     require_integer,
@@ -280,7 +284,7 @@ class KTExperts:
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
-            require_array("norm.factors", norm.factors, ("float32",), (self.hidden,))
+            require_array("norm.factors", norm.factors, (FLOAT32,), (self.hidden,))
             if not 0 < norm.epsilon < float("inf"):
                 raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
             call.norm = ffi.cast("float *", _address(norm.factors))
@@ -417,15 +421,15 @@ class KTExperts:
         self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
     ) -> tuple[Any, U16]:
         """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
-        require_array("hidden", hidden, ("uint16",), ("tokens", self.hidden), BF16_BITS)
+        require_array("hidden", hidden, (UINT16,), ("tokens", self.hidden), BF16_BITS)
         tokens = len(hidden)
-        require_array("ids", ids, ("int64",), (tokens, "experts per token"))
-        require_array("weights", weights, ("float32",), ids.shape, "the shape of ids")
+        require_array("ids", ids, (INT64,), (tokens, "experts per token"))
+        require_array("weights", weights, (FLOAT32,), ids.shape, "the shape of ids")
         if skip is not None:
-            require_array("skip", skip, ("bool", "uint8"), (self.num_experts,))
+            require_array("skip", skip, MARKS, (self.num_experts,))
         if out is None:
             out = np.empty_like(hidden)
-        require_array("out", out, ("uint16",), hidden.shape, "the shape of hidden")
+        require_array("out", out, (UINT16,), hidden.shape, "the shape of hidden")
         if not out.flags.writeable:
             raise ArgumentError("out must be writable")
         if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
