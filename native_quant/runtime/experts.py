@@ -109,7 +109,7 @@ class KTExperts:
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
         if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
-            raise ValueError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
+            raise ArgumentError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
         first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
         formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
