@@ -58,7 +58,7 @@ def require_array(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shap
 def _fits_shape(shape: Shape, actual: tuple[int, ...]) -> bool:
     if len(shape) != len(actual):
         return False
-    return all(wanted == size or isinstance(wanted, str) for wanted, size in zip(shape, actual, strict=True))
+    return all(required == size or isinstance(required, str) for required, size in zip(shape, actual, strict=True))
 
 
 def describe(value: Any) -> str:
