@@ -16,6 +16,7 @@ INCOMPLETE = "check that the download is complete, or use another release"
 class KTConvertError(Exception):
     """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY.", without a traceback.
 
+    exit_code     exit code of the command line, which tells kinds of errors apart
     path, remedy  omitted if the problem names them
     tensor        name of the tensor at fault
     """
@@ -56,7 +57,7 @@ class KTConvertError(Exception):
         return other
 
 
-class MissingPackageError(KTConvertError, ImportError):
+class MissingPackageError(KTConvertError, ImportError):  # type: ignore[misc]  # both have a `path`
     """An optional package that is not installed; the message has the command that installs it."""
 
 
@@ -64,7 +65,7 @@ class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 
 
-class ArgumentError(UsageError, ValueError):
+class ArgumentError(UsageError, ValueError, exit_code=2):
     """An argument of a Python call that has the wrong type, dtype, shape or value."""
 
 

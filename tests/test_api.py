@@ -137,17 +137,22 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
     calls = ('ktconvert.convert("cpu", input="model", output="out", {})', 'ktconvert.verify("out", {})')
     options = ('quant_method="int8"', 'quant_methd="int8"', 'quant_method="int9"')
     several = 'ktconvert.plan("cpu", "model", "out", quant_method=["int4", "int8"], max_memory="5GB")'
-    program.write_text("\n".join(["import ktconvert", several, *(call.format(o) for o in options for call in calls)]))
+    classes = (
+        "ktconvert.KTMoEWrapper(layer=0)",
+        "ktconvert.KTConvertConfig(thread=1)",
+        'ktconvert.KTExperts.load("out")',
+    )
+    named = [call.format(option) for option in options for call in calls]
+    program.write_text("\n".join(["import ktconvert", several, *named, *classes]))
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
     lines = {line.split(":")[1] for line in errors}
-    assert lines == {"5", "6", "7", "8"}, done.stdout + done.stderr
+    assert lines == {"5", "6", "7", "8", "9", "10", "11"}, done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
-    """The bundled model is linked as `model`."""
-    (tmp_path / "model").symlink_to(example)
+    (tmp_path / "examples").symlink_to(example.parent)
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(ktconvert, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
     assert failed == 0 and tried > 10

@@ -230,7 +230,9 @@ def test_inconsistent_arrays_are_rejected(make):
         KTExperts("model-int8")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changed", [{"layer": "0"}, {"layer": -1}, {"parts": 0}, {"memory": "fast"}, {"hidden": 1.5}])
+@pytest.mark.parametrize(
+    "changed", [{"layer": "0"}, {"layer": -1}, {"parts": 0}, {"threads": 0}, {"memory": "fast"}, {"hidden": 1.5}]
+)
 def test_wrong_arguments_of_load_are_named(changed: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=f"^{next(iter(changed))} must be "):
         KTExperts.load(**{"path": tmp_path, "layer": 0, **changed})

@@ -113,7 +113,12 @@ def test_one_wheel_for_every_cpython_with_the_gil(wheel: Path) -> None:
         assert not tags & set(cpython_tags((3, minor), abis=[f"cp3{minor}t"], platforms=platforms)), minor
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"ktconvert/__init__.py", "ktconvert/py.typed", "ktconvert/native_quant/_ktq.abi3.so"} <= names
+    assert {
+        "ktconvert/__init__.py",
+        "ktconvert/__init__.pyi",
+        "ktconvert/py.typed",
+        "ktconvert/native_quant/_ktq.abi3.so",
+    } <= names
     assert "ktconvert/native_quant/scripts/convert_cpu_weights.py" in names  # for `kt quant`
     assert not {n.partition("/")[0] for n in names} - {"ktconvert", f"ktconvert-{__version__}.dist-info"}
 

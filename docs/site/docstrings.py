@@ -8,6 +8,7 @@ from typing import Any
 from griffe import Extension, Object
 
 DUNDER = re.compile(r"(?<![`\w/])[\w/.]*__\w+__[\w.]*")  # which would be bold
+NAMES = re.compile(r"^((?:[a-z_]\w*)(?:, [a-z_]\w*)*)\n {6,}(?=\S)", re.MULTILINE)  # what they are is in the next line
 TERM = re.compile(r"((?:[a-z_]\w*|\*\w+)(?:, [a-z_]\w*)*) {2,}(\S.*)")
 
 
@@ -15,7 +16,7 @@ def markdown(text: str) -> str:
     """A docstring without indentation as Markdown."""
     out: list[str] = []
     inside = ""  # "list" or "code"
-    for line in text.splitlines():
+    for line in NAMES.sub(r"\1  ", text).splitlines():
         term = TERM.fullmatch(line)
         if inside == "list" and not line.startswith(" ") and not term:
             inside = ""

@@ -12,11 +12,16 @@ import numpy as np
 from ktconvert.layouts.errors import ArgumentError
 
 Shape = tuple[int | str, ...]  # sizes, and names of dimensions that may have any size
+UINT16, INT64, FLOAT32 = np.dtype(np.uint16), np.dtype(np.int64), np.dtype(np.float32)
+MARKS = (np.dtype(np.bool_), np.dtype(np.uint8))  # dtypes of `skip`
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
     """Return a whole number as an int. Raise ArgumentError for any other value, and for a number out of range."""
-    number = None if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__") else operator.index(value)
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = None
     if number is None or number < lowest or (highest is not None and number > highest):
         limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
         raise ArgumentError(f"{name} must be a whole number {limits}, not {describe(value)}")
@@ -37,24 +42,23 @@ def require_path(name: str, value: Any) -> str:
     return path
 
 
-def require_array(name: str, value: Any, dtypes: tuple[str, ...], shape: Shape, meaning: str = "") -> None:
+def require_array(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, meaning: str = "") -> None:
     """Raise ArgumentError unless the value is a contiguous NumPy array of one of the dtypes and of this shape.
 
     meaning  description of the values, for the message
     """
-    is_array = isinstance(value, np.ndarray)
-    if not is_array or not any(value.dtype == dtype for dtype in dtypes) or not fits_shape(value, shape):
-        needed = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
+    if not isinstance(value, np.ndarray) or value.dtype not in dtypes or not _fits_shape(shape, value.shape):
+        kinds = " or ".join(dtype.name for dtype in dtypes)
+        needed = f"{kinds} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
         raise ArgumentError(f"{name} must be a NumPy array {needed}, not {describe(value)}")
     if not value.flags.c_contiguous or not value.flags.aligned:
         raise ArgumentError(f"{name} must be contiguous and aligned; pass np.ascontiguousarray({name})")
 
 
-def fits_shape(value: Any, shape: Shape) -> bool:
-    """Return whether an array or tensor has this shape."""
-    return len(value.shape) == len(shape) and all(
-        size == actual or isinstance(size, str) for size, actual in zip(shape, value.shape, strict=True)
-    )
+def _fits_shape(shape: Shape, actual: tuple[int, ...]) -> bool:
+    if len(shape) != len(actual):
+        return False
+    return all(required == size or isinstance(required, str) for required, size in zip(shape, actual, strict=True))
 
 
 def describe(value: Any) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.native_quant.arrays import F32, I64, U8, Bool
-from ktconvert.native_quant.runtime.arguments import describe, require_array
+from ktconvert.native_quant.runtime.arguments import MARKS, describe, require_array
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 
@@ -72,7 +72,7 @@ class Requirements:
         order = resolve_order(self.order, experts)
         if self.skip is None:
             return set()
-        require_array("skip", self.skip, ("bool", "uint8"), (experts,))
+        require_array("skip", self.skip, MARKS, (experts,))
         needed = {expert for expert, skipped in zip(order, self.skip.tolist(), strict=True) if not skipped}
         return set(range(experts)) - needed
 

@@ -24,6 +24,10 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.arguments import (
+    FLOAT32,
+    INT64,
+    MARKS,
+    UINT16,
     describe,
     require_array,
     require_integer,
@@ -109,7 +113,7 @@ class KTExperts:
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
         if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
-            raise ValueError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
+            raise ArgumentError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
         first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
         formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
@@ -133,6 +137,7 @@ class KTExperts:
         parts: int | None = None,
         strict: bool = False,
         memory: str = "auto",
+        threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
@@ -157,18 +162,20 @@ class KTExperts:
                     "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
                     "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
-        pool        threads that compute; None: one thread for each physical core that this process may use
+        threads     number of threads that compute; None: the physical cores that this process may use. Layers with the
+                    same number share them
+        pool        these threads, for our own classes
         exact       whether to round as kt-kernel, bit for bit
         activations "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
                     rounded to 8 bits in blocks of 32, which is faster; "bf16": they are not
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
-                    constants of kt-kernel for files that do not record what the experts compute (make_function); if
-                    they record it, each constant must agree or be 0
+                    constants of kt-kernel for files that do not record what the experts compute; if they
+                    record it, each constant must agree or be 0
         transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
                     checkpoint has no such files, and gradients use its weights
-        skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
-                    first needs it, or by load_missing, and then stays loaded
+        skip        bool [E]: experts that are not loaded, as something else computes them. Each is loaded when a
+                    forward first needs it, and then stays loaded
         Raises ArgumentError for an invalid argument; UnsupportedError, InputError or VerificationError with a message
         that names the file and the remedy.
         """
@@ -183,7 +190,7 @@ class KTExperts:
         ):
             if size is not None:
                 require_integer(name, size, 1)
-        pool = pool or get_shared_pool()
+        pool = _choose_pool(pool, threads)
         function = make_function(swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta)
         sizes = method, num_experts, hidden, intermediate, parts
         required = Requirements(*sizes, memory, function, transposed, skip, order)
@@ -216,6 +223,7 @@ class KTExperts:
         method: str = "AMXINT4",
         parts: int = 1,
         layer: int = 0,
+        threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
@@ -230,14 +238,16 @@ class KTExperts:
         method    method of the weights, such as "AMXINT8"
         parts     number of NUMA slices
         function  what the experts compute; by default down(silu(gate x) * up x)
-        layer     number of the layer, for messages; pool, exact, activations, order: as for load
+        layer     number of the layer, for messages
+        threads, exact, activations, order, pool
+                  as for load
 
         Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
         that the method does not support.
         """
         require_one_of("method", method, METHODS)
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
-        pool = pool or get_shared_pool()
+        pool = _choose_pool(pool, threads)
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
         return cls(packed, pool=pool, exact=exact, activations=activations, order=order, function=function)
 
@@ -282,7 +292,7 @@ class KTExperts:
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
-            require_array("norm.factors", norm.factors, ("float32",), (self.hidden,))
+            require_array("norm.factors", norm.factors, (FLOAT32,), (self.hidden,))
             if not 0 < norm.epsilon < float("inf"):
                 raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
             call.norm = ffi.cast("float *", _address(norm.factors))
@@ -421,15 +431,15 @@ class KTExperts:
         self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
     ) -> tuple[Any, U16]:
         """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
-        require_array("hidden", hidden, ("uint16",), ("tokens", self.hidden), BF16_BITS)
+        require_array("hidden", hidden, (UINT16,), ("tokens", self.hidden), BF16_BITS)
         tokens = len(hidden)
-        require_array("ids", ids, ("int64",), (tokens, "experts per token"))
-        require_array("weights", weights, ("float32",), ids.shape, "the shape of ids")
+        require_array("ids", ids, (INT64,), (tokens, "experts per token"))
+        require_array("weights", weights, (FLOAT32,), ids.shape, "the shape of ids")
         if skip is not None:
-            require_array("skip", skip, ("bool", "uint8"), (self.num_experts,))
+            require_array("skip", skip, MARKS, (self.num_experts,))
         if out is None:
             out = np.empty_like(hidden)
-        require_array("out", out, ("uint16",), hidden.shape, "the shape of hidden")
+        require_array("out", out, (UINT16,), hidden.shape, "the shape of hidden")
         if not out.flags.writeable:
             raise ArgumentError("out must be writable")
         if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
@@ -509,6 +519,13 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
             if not transposed and (bias := packed.biases.get(numa_slice)) is not None:
                 setattr(row, f"{projection}_bias", ffi.cast("float *", bias.__array_interface__["data"][0]))
     return rows
+
+
+def _choose_pool(pool: Pool | None, threads: int | None) -> Pool:
+    """Return the pool, or by default the shared one with this number of threads. Raises ArgumentError."""
+    if threads is not None:
+        require_integer("threads", threads, 1, lib.KTQ_POOL_THREADS)
+    return pool or get_shared_pool(threads)
 
 
 def make_function(

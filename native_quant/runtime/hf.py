@@ -38,7 +38,6 @@ from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
 
 
-@register_quantization_config(NAME)
 class KTConvertConfig(QuantizationConfigMixin):
     """Source and computation of the routed experts of a model, for from_pretrained of transformers.
 
@@ -89,6 +88,9 @@ class KTConvertConfig(QuantizationConfigMixin):
         self.gpu_experts_mask = None if gpu_experts_mask is None else hot_experts.parse_mask(gpu_experts_mask)
         count = num_gpu_experts
         self.num_gpu_experts = None if count is None else require_integer("num_gpu_experts", count, 0)
+
+
+register_quantization_config(NAME)(KTConvertConfig)  # as a decorator, it would hide the fields from type checkers
 
 
 @register_quantizer(NAME)

@@ -24,7 +24,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,14 +32,14 @@ import torch
 
 from ktconvert.layouts.errors import ArgumentError
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.arguments import Shape, describe, fits_shape
+from ktconvert.native_quant.runtime.arguments import describe
 from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCache, Buffers
 
 CPU = torch.device("cpu")
-INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
+FLOATS = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 # Splits ids [T, k] by their weights [T, k] into those to compute immediately and those to defer (None: none).
@@ -292,23 +292,25 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 def check_inputs(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Raise ArgumentError for anything but tensors of matching shapes, of these kinds of dtypes, on a CPU or GPU."""
     size = layer.experts.hidden
-    is_matrix = isinstance(hidden, torch.Tensor) and hidden.dim() > 1
-    _require_tensor("hidden_states", hidden, FLOATS, (*(hidden.shape[:-1] if is_matrix else ("tokens",)), size))
-    _require_tensor("topk_ids", ids, INTEGERS, (*hidden.shape[:-1], "experts per token"))
-    _require_tensor("topk_weights", weights, FLOATS, tuple(ids.shape))
+    is_right = _is_tensor(hidden, FLOATS) and hidden.dim() > 1 and hidden.shape[-1] == size
+    _require(is_right, "hidden_states", FLOATS, ["tokens", size], hidden)
+    tokens = hidden.shape[:-1]
+    is_right = _is_tensor(ids, INTEGERS) and ids.shape[:-1] == tokens and ids.dim() == hidden.dim()
+    _require(is_right, "topk_ids", INTEGERS, [*tokens, "experts per token"], ids)
+    is_right = _is_tensor(weights, FLOATS) and weights.shape == ids.shape
+    _require(is_right, "topk_weights", FLOATS, ids.shape, weights)
 
 
-def _require_tensor(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: Shape) -> None:
-    """Raise ArgumentError unless this is a tensor of one of the dtypes; shape: as for require_array."""
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or not (tensor.is_cpu or tensor.is_cuda)
-        or tensor.dtype not in dtypes
-        or not fits_shape(tensor, shape)
-    ):
+def _is_tensor(value: object, dtypes: set[torch.dtype]) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in dtypes and (value.is_cpu or value.is_cuda)
+
+
+def _require(is_right: bool, name: str, dtypes: set[torch.dtype], shape: Sequence[object], value: object) -> None:
+    """Raise ArgumentError, which says what the value must be, unless it is right."""
+    if not is_right:
         kind = "floating-point numbers" if dtypes is FLOATS else "integers"
         needed = f"{kind} [{', '.join(map(str, shape))}] on the CPU or a GPU"
-        raise ArgumentError(f"{name} must be a tensor of {needed}, not {describe(tensor)}")
+        raise ArgumentError(f"{name} must be a tensor of {needed}, not {describe(value)}")
 
 
 def _match_input(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

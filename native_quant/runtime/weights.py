@@ -28,7 +28,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.arguments import describe, require_array
+from ktconvert.native_quant.runtime.arguments import FLOAT32, describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -212,7 +212,7 @@ def _require_biases(biases: Mapping[str, F32], shapes: Mapping[str, Shape]) -> N
     if biases.keys() != shapes.keys():
         raise ArgumentError(f"biases must be those of {', '.join(shapes)}, not of {', '.join(biases)}")
     for name, bias in biases.items():
-        require_array(f"the bias of {name}", bias, ("float32",), shapes[name][:2])
+        require_array(f"the bias of {name}", bias, (FLOAT32,), shapes[name][:2])
         if not np.isfinite(bias).all():
             raise ArgumentError(f"the bias of {name} must be finite, and has a number that is not")
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -95,13 +95,15 @@ class KTMoEWrapper:
     strict: ClassVar[bool] = False
     memory: ClassVar[str] = "auto"
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
         if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
         bound.apply_defaults()
-        return _make_sft_wrapper(bound.arguments) if bound.arguments["mode"] == "sft" else super().__new__(cls)
+        if bound.arguments["mode"] != "sft":
+            return super().__new__(cls)
+        return _make_sft_wrapper(bound.arguments)  # type: ignore[return-value]  # not for type checkers
 
     def __init__(
         self,
@@ -159,8 +161,8 @@ class KTMoEWrapper:
 
     def __repr__(self) -> str:
         """Return path, method and sizes."""
-        names = ("layer_idx", "method", "weight_path", "num_experts", "num_experts_per_tok")
-        names += ("hidden_size", "moe_intermediate_size", "threadpool_count")
+        sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "threadpool_count")
+        names = ("layer_idx", "method", "weight_path", *sizes)
         state = "" if self.moe else ", no weights loaded"
         return f"KTMoEWrapper({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}{state})"
 

@@ -1,26 +1,29 @@
 """Conversion of mixture-of-experts checkpoints into expert weights for the CPU and the GPU, and inference with them.
 
 Only the names in `__all__` are public: CHANGELOG.md lists changes, and before 1.0 only a new minor version removes
-names. Every other module is private. (In the repository, this file is pipeline/api/__init__.py. Modules are imported
-when they are used: converting needs no torch.)
+names. Every other module is private.
 
-Options of the command line are keyword arguments with underscores, and have the same defaults:
+These examples run in a clone of the repository. Options of the command line are keyword arguments with underscores, and
+have the same defaults:
 
 >>> import ktconvert
->>> (plan,) = ktconvert.plan("cpu", input="model", output="model-int8", quant_method="int8", numa=1)
+>>> model = "examples/qwen3-moe-small"
+>>> (plan,) = ktconvert.plan("cpu", model, "model-int8", quant_method="int8", numa=1)
 >>> plan.facts["method"], len(plan.units)
 ('AMXINT8', 2)
->>> ktconvert.convert("cpu", input="model", output="model-int8", quant_method="int8", numa=1)
+>>> ktconvert.convert("cpu", model, "model-int8", quant_method="int8", numa=1)
 [PosixPath('.../model-int8')]
->>> report = ktconvert.verify("model-int8", against="model")
->>> report.sentence is None, [check.name for check in report.checks][-2:]
+>>> report = ktconvert.verify("model-int8", against=model)
+>>> report.ok, [check.name for check in report.checks][-2:]
 (True, ['hashes', 'source'])
 
 Failures raise KTConvertError with the sentence and the exit code of the command line:
 
->>> ktconvert.plan("cpu", input="nowhere", output="out")
-Traceback (most recent call last):
-ktconvert.layouts.errors.InputError: ...
+>>> try:
+...     ktconvert.plan("cpu", "nowhere", "out")
+... except ktconvert.KTConvertError as error:
+...     print(error.exit_code, error)
+5 nowhere: no such file or directory; give a checkpoint's directory, or a hub id such as org/name.
 
 KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of the same name does:
 
@@ -30,9 +33,9 @@ KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of th
 ...     gpu_experts_mask=None, cpuinfer_threads=1, threadpool_count=1, weight_path="model-int8",
 ...     chunked_prefill_size=512, method="AMXINT8",
 ... )
->>> experts.load_weights(torch.arange(8))
+>>> experts.load_weights()
 >>> hidden, ids = torch.ones(3, 256, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
->>> experts.forward(hidden, ids, torch.full((3, 2), 0.5), None).shape
+>>> experts.forward(hidden, ids, torch.full((3, 2), 0.5)).shape
 torch.Size([3, 256])
 
 KTExperts computes the same with NumPy arrays of BF16 bits, and without torch:
@@ -47,10 +50,13 @@ KTConvertConfig loads converted experts into a model of transformers:
 
 >>> from transformers import AutoModelForCausalLM
 >>> config = ktconvert.KTConvertConfig(cpu_weights="model-int8", threads=1)
->>> model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config, dtype="bfloat16")
->>> model(torch.tensor([[1, 2, 3]])).logits.shape[:2]
+>>> loaded = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype="bfloat16")
+>>> loaded(torch.tensor([[1, 2, 3]])).logits.shape[:2]
 torch.Size([1, 3])
 """
+
+# In the repository, this file is pipeline/api/__init__.py. Modules are imported when they are used, since converting
+# needs no torch. __init__.pyi tells editors and type checkers the types.
 
 from importlib import import_module as _import_module
 

@@ -66,7 +66,8 @@ def find_argument_type(option_field: OptionField) -> Any:
     elif value_type is Path or isinstance(option_field.click_type, PathOrHubId):
         annotation = StrPath
     elif value_type is tuple:
-        annotation = Sequence[get_args(option_field.annotation)[0]]
+        item: Any = get_args(option_field.annotation)[0]
+        annotation = Sequence[item]
     if isinstance(option_field.click_type, Size):
         annotation |= str
     return annotation | None if option_field.default is None else annotation

@@ -48,13 +48,17 @@ class Report:
     """
 
     output: Output
-    measure: Measure = field(repr=False)
+    measure: Measure
     checks: list[Check]
     remarks: list[str] = field(default_factory=list)
-    errors: list[ProjectionErrors] = field(default_factory=list, repr=False)
+    errors: list[ProjectionErrors] = field(default_factory=list)
     against: str | None = None
     predictions: Predictions | None = None
-    page_data: PageData | None = field(default=None, repr=False)
+    page_data: PageData | None = None
+
+    def __repr__(self) -> str:
+        """Return the path, whether the checks passed, and their results."""
+        return f"Report(output={str(self.output.root)!r}, ok={self.ok}, checks={self.checks})"
 
     @property
     def ok(self) -> bool:
