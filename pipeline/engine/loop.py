@@ -133,7 +133,7 @@ class UnitSequence:
 
     @property
     def begins_chain(self) -> bool:
-        """Whether the next unit is the first of a chain, which reads what can fail early: a data set, a tokenizer."""
+        """Return whether the next unit is the first of a chain, which fails if the data set cannot be read."""
         return self.stage.chain and self.unit is self.stage.units[0]
 
 
