@@ -81,6 +81,7 @@ def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     kind = "folder" if document["loose"] else "shard" if plan.has_index else "file"
     written = f"{size(document['bytes_out'])} in {plural(document['shards'], kind)}"
     needs = [
+        # The units of a plan that reads its input at once have no input of their own.
         *([] if plan.read_once else [("read", size(document["bytes_in"]))]),
         ("write", f"{written}, and {size(plan.companion_bytes)} of companion files"),
         *(("remove", replaced["text"]) for replaced in document["replaces"]),

@@ -234,13 +234,17 @@ def _run(plan: Plan, training: Training) -> None:
     result = workdir.finished[adapter.fingerprint].result
     workdir.journal.append(journal.Start(unit="assemble"))
     assemble_output(plan, workdir)
+    _report_result(plan, result, time.monotonic() - began, training.reporter)
+
+
+def _report_result(plan: Plan, result: Result, seconds: float, reporter: Reporter) -> None:
+    """Report the end of a training: losses, size and duration."""
     output = plan.options.output
-    seconds = time.monotonic() - began
     nbytes = sum(file.nbytes for file in result.files)
     peak_rss = machine.peak_rss()
     losses = "; ".join(map(" ".join, describe_losses(result.stats)))
-    training.reporter.say(f"{output}: {losses}; {size(nbytes)} in {duration(seconds)} (peak RSS {size(peak_rss)})")
-    training.reporter.event("finished", output=str(output), bytes=nbytes, seconds=round(seconds, 3), peak_rss=peak_rss)
+    reporter.say(f"{output}: {losses}; {size(nbytes)} in {duration(seconds)} (peak RSS {size(peak_rss)})")
+    reporter.event("finished", output=str(output), bytes=nbytes, seconds=round(seconds, 3), peak_rss=peak_rss)
 
 
 def _find_last_complete(checkpoints: Sequence[Unit[int]], workdir: WorkDir, reporter: Reporter) -> Unit[int] | None:
