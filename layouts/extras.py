@@ -7,12 +7,17 @@ import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ktconvert.layouts.errors import MissingPackageError
 
 PACKAGE = "ktconvert"
+NEED_TORCH = frozenset({"torch", "run", "serve", "train", "gpu"})  # extras
+# pip's own index has torch with CUDA, several GB
+INSTALL_CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
@@ -28,8 +33,14 @@ def find_missing(packages: Sequence[str]) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from where ktconvert itself was installed."""
-    return f"pip install {_requirement(extra, _read_origin())}"
+    """Return the command that installs an extra from where ktconvert itself was installed.
+
+    Without an NVIDIA GPU, it installs torch for the CPU first, if torch is missing and the extra needs it.
+    """
+    command = f"pip install {_requirement(extra, _read_origin())}"
+    if extra in NEED_TORCH and find_spec("torch") is None and not NVIDIA_DRIVER.exists():
+        return f"{INSTALL_CPU_TORCH} && {command}"
+    return command
 
 
 def _requirement(extra: str, origin: dict[str, Any]) -> str:

@@ -293,7 +293,7 @@ def test_offline_runs_read_local_files_and_downloads(tmp_path: Path) -> None:
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split
     assert missing.startswith("InputError org/none: cannot be loaded")
-    for remedy in ("set --dataset to a file", "hf download --repo-type dataset org/none", "--quant-method RTN"):
+    for remedy in ("set --dataset to a file", "hf download --repo-type dataset org/none"):
         assert remedy in missing
     leftovers = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
     assert not leftovers, leftovers

@@ -10,13 +10,13 @@ from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.calibration.requirements import (
     CARDS,
     GPTQ_REMEDIES,
-    LIBRARIES,
     CalibrationShape,
     describe_footprint,
     estimate_footprint,
     max_gpu_memory,
     read_shape,
 )
+from ktconvert.pipeline.models.pretrained import LIBRARIES
 from ktconvert.pipeline.options.option_groups import Samples
 
 # 512 samples of 2048 tokens. `other_bytes` counts attention with a shared expert or, in DeepSeek, with the dense MLP of

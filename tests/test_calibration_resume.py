@@ -243,6 +243,18 @@ def test_allow_machine_change_keeps_finished_units(conversions):
 
 
 @only_gpu
+def test_unusable_data_set_leaves_nothing_behind(conversions):
+    """Units that do not depend on the samples wait for them; the corrected command then starts over."""
+    output = conversions.output("unusable")
+    unusable = conversions.base / "unusable.jsonl"
+    unusable.write_text('{"other": "column"}\n')
+    failed = conversions.run(output, *gpu(conversions.model, output, unusable))
+    assert failed.returncode == 5 and "has none of the columns" in failed.stderr, failed.stderr
+    assert conversion.names(output.parent) == []
+    conversions.finish(output, "corrected data set")
+
+
+@only_gpu
 def test_saving_statistics_does_not_change_weights(conversions, servers, tmp_path):
     """Statistics of the first layer equal those without GPTQ; later layers read outputs of quantized experts."""
     with_statistics, without_statistics = conversions.base / "whole", tmp_path / "alone"

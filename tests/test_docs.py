@@ -568,7 +568,7 @@ def test_no_page_names_a_path_of_the_writers_machine(page: Path) -> None:
 def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, example: Path) -> None:
     """Transcripts of inspect and verify are complete, except paths and advice for this machine."""
     out = tmp_path / "out"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--numa", 2)
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--numa", 1)
     inspected, verified = cli("inspect", example).stdout, cli("verify", out, "--against", example, "--full").stdout
     for page, output in ((page_of("inspect"), inspected), (README, verified)):
         lines = read_text(page).splitlines()

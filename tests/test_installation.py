@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from ktconvert.layouts import extras
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL = "file:///srv/my%20wheels/ktconvert-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ORIGINS = {
@@ -41,16 +42,28 @@ ORIGINS = {
 def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     origin, requirement = ORIGINS[name]
     monkeypatch.setattr(extras, "_read_origin", lambda: origin)
+    monkeypatch.setattr(extras, "find_spec", lambda name: True)
     assert shlex.split(extras.install_command("run")) == ["pip", "install", *requirement]
     if " @ " in requirement[0]:
         assert Requirement(requirement[0]).extras == {"run"}
 
 
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"].keys() - {"dev"})
+def test_torch_for_the_cpu_is_installed_first(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an extra needs torch, torch is missing, and the machine has no NVIDIA GPU."""
+    needs_torch = any(Requirement(text).name == "torch" for text in PROJECT["optional-dependencies"][extra])
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path / "missing")
+    assert extras.install_command(extra).startswith(f"{extras.INSTALL_CPU_TORCH} && pip install ") == needs_torch
+    assert extras.INSTALL_CPU_TORCH in (ROOT / "docs" / "start" / "install.md").read_text()
+    monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path)
+    assert "--index-url" not in extras.install_command(extra)
+
+
 def test_the_recipe_for_conda_has_the_same_requirements() -> None:
     recipe = (ROOT / "examples" / "deploy" / "meta.yaml").read_text()
     names = re.findall(r"^    - ([a-z][\w-]*) (>=[\d.]+)$", recipe.partition("  run:\n")[2], re.MULTILINE)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = [f"python{project['requires-python']}", *project["dependencies"]]
+    ours = [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]
     assert sorted(map("".join, names)) == sorted(ours)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from ktconvert.layouts import extras
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
@@ -335,10 +336,11 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "package", "feature", "extra"), MISSING, ids=lambda value: str(value)[:20])
-def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, example, tmp_path):
+def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, example, tmp_path, monkeypatch):
     if "gptq" in arguments:
         pytest.importorskip("llmcompressor")  # the message would name it, too
     paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
     result = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else True)
     message = f"ktconvert: {feature} needs {package}, not installed here: `{install_command(extra)}`."
     assert result.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()

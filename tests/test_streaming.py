@@ -138,7 +138,7 @@ def test_faults_of_the_network_are_survived(hub, environment, expected, tmp_path
     plan = (*stream(tmp_path / "out"), "--dry-run")
     assert conversion.ktconvert(*plan, env=environment).returncode == 0  # headers are in the cache from now on
     hub.faults += ["503", "429", "reset", "short", "flip"]
-    done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
+    done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment, program=hub_server.SHORT_WAITS)
     assert done.returncode == 0, done.stderr
     assert hub.faults == [] and weights(tmp_path / "out") == expected
 

@@ -327,7 +327,10 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     adapter, options = tmp_path / "adapter", ("--cpu-weights", int8, "--dataset", text, "--eval-dataset", text)
     order = ("train", example, *options, *SHORT, "--learning-rate", 0.005, "-o", adapter)
     dry = cli(*order, "--dry-run", "--json")
-    memory = json.loads(dry.stdout)["bytes"]
+    planned = {event["event"]: event for event in map(json.loads, dry.stdout.splitlines())}
+    memory = planned["memory"]["bytes"]
+    units = [unit["unit"] for unit in planned["plan"]["units"]]
+    assert units == ["checkpoint.2", "checkpoint.4", "checkpoint.6", "adapter.train"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored
     assert not adapter.exists()
@@ -337,7 +340,7 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
     assert measured[-1] < measured[0] - 0.02
-    assert events[-1]["event"] == "finished"
+    assert events[-1]["event"] == "finished" and events[-1]["bytes"] >= 4 * stored
     of_experts = 2 * 8 * 4 * 3 * (256 + 256)
     trained = f"trained parameters: {of_experts} of routed experts, {stored - of_experts} of other modules"
     assert trained in [event.get("text") for event in events]
@@ -548,6 +551,18 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
         assert read_status(output)["state"] == "running"
 
 
+def test_status_and_resume_count_checkpoints_that_later_ones_replaced(cli, servers, example, int8, text, tmp_path):
+    """The dry run lists them as finished, too."""
+    output = tmp_path / "out"
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "--save-steps", 1, "-o", output)
+    env = killpoint.shim_settings(Path(f"{output}.work/store/checkpoint.4"), 4)  # 1 to 3: syncs of store/
+    assert servers.run(words, tmp_path / "said", env).returncode == killpoint.KILLED
+    assert len([*locate(output).store.iterdir()]) < read_status(output)["done"] == 3
+    planned = cli("resume", output, "--dry-run").stdout
+    assert "train 6 steps; 6 units, 3 to run" in planned and "(replaced by a later one)" in planned
+    assert "3 of 7 units are finished" in servers.run(["resume", output], tmp_path / "said").stderr
+
+
 def test_resume_rejects_changed_data_and_other_commands(servers, example, begun, tmp_path):
     killed, _, data = begun
     output, checkpoint = copy_of(killed, tmp_path)
@@ -578,7 +593,12 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
     assert not adapter.exists()
     old = locate(adapter).store / "checkpoint.5"
     old.mkdir()
-    cli(*words, "--max-steps", 1, "--overwrite")
+    ended = cli(*words, "--max-steps", 3, "--eval-dataset", text, "--overwrite")
+    result, advice = ended.stderr.splitlines()[-2:]
+    assert re.search(
+        r"adapter: loss \d.* at the first step, .* at the last; evaluation loss .* before, .* after;", result
+    )
+    assert advice == f"next: ktconvert run {example} --cpu-weights {int8} --adapter {adapter} --prompt Hello"
     assert (adapter / "adapter_model.safetensors").exists()
     assert not old.exists()
 
@@ -589,7 +609,11 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
         (("--dataset", "empty.txt"), 5, "empty.txt: has no tokens"),
         (("--dataset", "short.txt"), 5, "less than one sequence of 64"),
         (("--dataset", "text.txt", "--rank", 1000), 3, "r = 1000 is not within 1 to 256"),
-        (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
+        (
+            ("--dataset", "text.txt", "--target-modules", "nothing"),
+            3,
+            "nothing: .* has no such module; choose from .*experts.*q_proj",
+        ),
     ],
 )
 def test_train_rejects_invalid_options_and_data(options, code, why, example, int8, text, tmp_path):

@@ -1,6 +1,6 @@
 """What the pages print for the bundled model is what the commands print, apart from numbers and generated text.
 
-Commands of tutorials and how-tos succeed with the bundled model in place of the models that they name. COMMAND_PAGES
+Commands of the README, tutorials and how-tos succeed with the bundled model in place of the models that they name. COMMAND_PAGES
 lists the commands that do not run here, with the reasons.
 """
 
@@ -57,6 +57,7 @@ class Commands(NamedTuple):
 SLOW_MODELS = "loads a model in a process of its own; other pages run it"
 QWEN = "/models/Qwen3-30B-A3B"
 COMMAND_PAGES = {
+    "../README.md": Commands({" run ": SLOW_MODELS}),
     "start/first-conversion.md": Commands({" eval ": SLOW_MODELS, " run ": SLOW_MODELS}),
     "start/server.md": Commands(),
     "how-to/fit.md": Commands({" up ": "test_up.py runs it"}),

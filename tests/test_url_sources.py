@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.sources import url_headers
+from ktconvert.layouts.sources import retries, url_headers
 from ktconvert.layouts.sources.remote import RemoteFile, RemoteFiles
 from rig import absent, conversion, killpoint
-from rig.hub_server import COMMIT, Hub, serve_hub
+from rig.hub_server import COMMIT, SHORT_WAITS, Hub, serve_hub
 
 LAYERS = 5
 FIRST = f"model-00001-of-{LAYERS + 1:05d}.safetensors"
@@ -68,9 +68,9 @@ def test_a_model_behind_http_has_the_same_bytes_in_spite_of_faults(hub, environm
     """The server lists no folders: the index names the files of weights."""
     command = stream(address(hub), tmp_path / "out")
     hub.faults += ["503", "reset"]
-    assert conversion.ktconvert(*command, "--dry-run", env=environment).returncode == 0
+    assert conversion.ktconvert(*command, "--dry-run", env=environment, program=SHORT_WAITS).returncode == 0
     hub.faults += ["503", "429", "reset", "short"]
-    done = conversion.ktconvert(*command, env=environment)
+    done = conversion.ktconvert(*command, env=environment, program=SHORT_WAITS)
     assert done.returncode == 0, done.stderr
     assert not hub.faults and weights(tmp_path / "out") == expected
     assert (tmp_path / "out" / "tokenizer.json").exists()
@@ -89,6 +89,38 @@ def test_a_file_that_changes_while_it_is_read_is_named(hub, tmp_path, monkeypatc
     with pytest.raises(InputError, match=f"{LAST}: changed while it was being read"):
         files.fetch_whole(LAST)
     files.close()
+
+
+class Refusal(Exception):
+    """An answer of a server, as libraries raise it."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (ConnectionResetError(), [1, 2, 4, 8, 16]),
+        (Refusal(503), [1, 2, 4, 8, 16]),
+        (Refusal(429, Retry_After="7"), [7] * 5),
+        (Refusal(429, Retry_After="3600"), [retries.LONGEST_WAIT] * 5),
+        (Refusal(429, Retry_After="Fri, 01 Jan 2027 00:00:00 GMT"), [1, 2, 4, 8, 16]),
+        (Refusal(403), []),
+        (FileNotFoundError(), []),
+    ],
+)
+def test_waits_before_new_attempts_grow_unless_the_server_names_one(error, waits, monkeypatch) -> None:
+    """Errors that do not pass get no new attempt."""
+    waited: list[float] = []
+    monkeypatch.setattr(retries.time, "sleep", waited.append)
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        retries.call_patiently(fail)
+    assert waited == waits
 
 
 @pytest.mark.parametrize(

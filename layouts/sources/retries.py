@@ -11,6 +11,7 @@ from ktconvert.layouts.errors import KTConvertError
 Result = TypeVar("Result")
 
 ATTEMPTS = 6
+FIRST_WAIT = 1.0  # seconds before the second attempt; each further wait is twice as long
 LONGEST_WAIT = 60.0  # seconds between two attempts
 # Answers after which another attempt can help: too many requests, and errors of the server
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
@@ -34,7 +35,7 @@ def call_patiently(request: Callable[[], Result]) -> Result:
 
 def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
     """Return how long to wait before another attempt; None if it cannot help."""
-    delay = min(LONGEST_WAIT, 0.5 * 2.0**attempt)
+    delay = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (attempt - 1))
     response = getattr(error, "response", error)  # the errors of aiohttp are their own responses
     status = getattr(response, "status_code", getattr(response, "status", None))
     if status is None:  # the connection was refused, reset or too slow

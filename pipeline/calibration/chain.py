@@ -240,7 +240,10 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     if old_file is not None and old_file.exists():
         samples = read_samples(old_file)
     else:
-        samples = read_samples_by_length(options, layered_model.tokenizer(), context.reporter.note)
+        try:
+            samples = read_samples_by_length(options, layered_model.tokenizer(), context.reporter.note)
+        except InputError as error:  # without a remedy if the data set itself has to be repaired
+            raise error.with_remedy(error.remedy and f"{error.remedy}, or {chain.alternative}") from error
         if len(samples) < (count := options.num_calibration_samples):
             context.reporter.note(f"{options.dataset}: {len(samples)} samples, fewer than the requested {count}")
     ids = np.concatenate(samples)

@@ -18,6 +18,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.native_quant.runtime import transformers_version
+from ktconvert.pipeline.models.pretrained import LIBRARIES
 from ktconvert.pipeline.options.option_groups import Hardware, Samples
 from ktconvert.pipeline.report.text import size
 
@@ -32,7 +33,6 @@ GPU_SHARE = 4  # fraction of a GPU's memory for such a group: 1/4
 
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number
-LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
 # Memory of the card besides tensors: CUDA, its kernels, the unusable rest of its allocator; not measured.
 CUDA = 3 * GIB // 2
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.

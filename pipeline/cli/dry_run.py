@@ -78,10 +78,11 @@ def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
     if facts.get("method") in kt_kernel.KT_METHODS:
         rows.append(("kt-kernel", kt_kernel.describe_support(plan.facts)))
-    kind = "folders" if document["loose"] else "shards" if plan.has_index else "files"
-    written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"
+    kind = "folder" if document["loose"] else "shard" if plan.has_index else "file"
+    written = f"{size(document['bytes_out'])} in {plural(document['shards'], kind)}"
     needs = [
-        ("read", size(document["bytes_in"])),
+        # The units of a plan that reads its input at once have no input of their own.
+        *([] if plan.read_once else [("read", size(document["bytes_in"]))]),
         ("write", f"{written}, and {size(plan.companion_bytes)} of companion files"),
         *(("remove", replaced["text"]) for replaced in document["replaces"]),
         ("disk", f"{disk_sentence(document['disk'])}, {size(document['disk_free'])} free"),
@@ -109,8 +110,7 @@ def _format_stage(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) 
     """Return a line on a stage, and one on each unit; only the first and the last units of many."""
     count = f"{plural(stage['units'], 'unit')}, {stage['to_run']} to run"
     needs = " + ".join(stage["needs"])
-    sizes = f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
-    lines = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}, {sizes}"]
+    lines = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}{_format_sizes(stage, ', {} in, {} out')}"]
     hidden = max(0, len(units) - 2 * MAX_LISTED)
     for number, unit in enumerate(units):
         if hidden and MAX_LISTED <= number < MAX_LISTED + hidden:
@@ -119,10 +119,16 @@ def _format_stage(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) 
             continue
         verb = "skip" if unit["done"] else "run "
         lines.append(
-            f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
-            f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
+            f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}"
+            f"{_format_sizes(unit, '  {} -> {}')}  ({unit['reason']})"
         )
     return lines
+
+
+def _format_sizes(item: Mapping[str, Any], template: str) -> str:
+    """Return the sizes of input and output; "" for steps of a training, which have neither."""
+    nbytes = (item["bytes_in"], item["bytes_out"])
+    return template.format(*map(size, nbytes)) if any(nbytes) else ""
 
 
 def _format_download(download: Mapping[str, Any]) -> list[str]:

@@ -78,7 +78,7 @@ def read_status(output: Path) -> dict[str, Any]:
              that is not visible from here
     units    total number of units
     done     number of units that are recorded, or finished and recorded by the next run
-    bytes    size of finished files
+    bytes    size of the files that these units wrote
     by       host -> number, bytes and seconds of its finished units
     making   running units: unit, host, pid, since (seconds), alive (None if unknown)
     failed   units that failed and are not done since: unit, host, why
@@ -179,7 +179,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     total = f" of {status['units']}" if status["units"] else ""
     lines = [
         f"{status['command']}: {status['input']} -> {status['output']}",
-        f"{status['state']}: {status['done']}{total} units done, {size(status['bytes'])} of finished files",
+        f"{status['state']}: {status['done']}{total} units done, {size(status['bytes'])} written",
     ]
     hosts = []
     for host, share in sorted(status["by"].items()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
-from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.execute import remove_work_directory
 from ktconvert.pipeline.engine.existing import (
@@ -32,7 +34,7 @@ def train(options: TrainOptions) -> None:
 
 
 def start(options: TrainOptions) -> None:
-    """Train, or with --dry-run print the memory that training needs."""
+    """Train, or with --dry-run print the plan and the memory that training needs."""
     from ktconvert.pipeline.models import fine_tuning, loading, trainer
     from ktconvert.pipeline.plans.commands import make_plan
     from ktconvert.pipeline.report.plots import require_matplotlib
@@ -54,13 +56,19 @@ def start(options: TrainOptions) -> None:
     memory = trainer.estimate_memory(options, choice)
     reporter.event("memory", bytes=memory)
     rows = [(purpose, size(nbytes)) for purpose, nbytes in memory.items()]
+    data = fine_tuning.read_data(options, choice, reporter)
+    plan = fine_tuning.with_stages(plan, options, data, memory)
     if options.dry_run:
-        if not options.reporting.json_events:
-            click.echo("\n".join(format_table(rows)))
+        as_json = options.reporting.json_events
+        dry_run.show_plans([plan], as_json=as_json, overwrite=existing.overwrite)
+        if not as_json:
+            click.echo("\n".join(["", "memory besides the converted experts", *format_table(rows)]))
         return
     if existing.force_unlock:
         preconditions.remove_lock(plan.locate(), reporter)
     reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
-    if not fine_tuning.train(plan, options, choice, reporter, trainer.adapter_bytes(memory)):
+    if not fine_tuning.train(plan, options, choice, data, reporter):
         return report_nothing_to_do(options.output, reporter)
-    reporter.event("finished", output=str(options.output))
+    weights = [] if options.cpu_weights is None else ["--cpu-weights", str(options.cpu_weights)]
+    use = ["ktconvert", "run", options.input, *weights, "--adapter", str(options.output), "--prompt", "Hello"]
+    reporter.say(f"next: {shlex.join(use)}")

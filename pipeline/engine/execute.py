@@ -192,7 +192,7 @@ def _report_kept_units(plan: Plan, workdir: WorkDir, reporter: Reporter) -> Iter
     try:
         yield
     except (KTConvertError, OSError):
-        if finished := sum(workdir.why_finished(unit) is not None for unit in plan.units):
+        if finished := existing.count_finished(plan, workdir.paths):
             kept = f"{finished} of {plural(len(plan.units), 'unit')} are finished and kept in {workdir.paths.root}"
             reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues")
         raise
@@ -246,7 +246,7 @@ def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: boo
 def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
     """Report a run that was killed, and the units that earlier runs have finished."""
     killed = journal.find_killed_run(workdir.journal.records)
-    finished = sum(workdir.why_finished(unit) is not None for unit in plan.units)
+    finished = existing.count_finished(plan, workdir.paths)
     if killed is None:
         if finished:
             reporter.say(f"resuming: {finished} of {len(plan.units)} units are finished")
@@ -299,7 +299,7 @@ _StoredItem = tuple[str, Sequence[FileRecord], Callable[[], None]]
 def _discard_damaged(finished: Sequence[_StoredItem], threads: int, reporter: Reporter) -> None:
     """Hash the files of finished units with threads, and discard units whose files have changed."""
     total = sum(nbytes for _, files, _ in finished for _, nbytes, _ in files)
-    if not any(files for _, files, _ in finished):
+    if not finished:
         return
     reporter.say(f"hashing finished files: {plural(len(finished), 'unit')}, {size(total)}")
 
@@ -337,4 +337,5 @@ def _list_store(plan: Plan, workdir: WorkDir) -> list[_StoredItem]:
                 files.append(file_record)
         finished.append((unit.name, files, partial(workdir.forget_unit, unit)))
     # An assembly without hard links has moved its files from the store (why_finished).
-    return [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in finished]
+    present = [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in finished]
+    return [(name, files, discard) for name, files, discard in present if files]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,23 @@ def find_unit_states(plan: Plan, paths: Paths) -> list[Status]:
         is_stale = unit.name in stored_units
         return Status(unit, False, "made from different inputs or options" if is_stale else "not made yet")
 
-    return [find_state(unit) for unit in plan.units]
+    states: list[Status] = []
+    for stage in plan.stages:
+        stage_states = [find_state(unit) for unit in stage.units]
+        states += _mark_replaced(stage_states) if stage.replaces else stage_states
+    return states
+
+
+def _mark_replaced(states: Sequence[Status]) -> list[Status]:
+    """Return the states with all units before the last finished one as finished."""
+    last = max((number for number, state in enumerate(states) if state.done), default=0)
+    replaced = [state if state.done else Status(state.unit, True, "replaced by a later one") for state in states[:last]]
+    return [*replaced, *states[last:]]
+
+
+def count_finished(plan: Plan, paths: Paths) -> int:
+    """Return the number of units that are finished, including those that later ones have replaced."""
+    return sum(state.done for state in find_unit_states(plan, paths))
 
 
 def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:

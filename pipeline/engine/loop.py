@@ -131,12 +131,17 @@ class UnitSequence:
         """The first unit, which is made next."""
         return self.units[0]
 
+    @property
+    def begins_chain(self) -> bool:
+        """Return whether the next unit is the first of a chain, which fails if the data set cannot be read."""
+        return self.stage.chain and self.unit is self.stage.units[0]
+
 
 def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopFlag) -> None:
     """Have the remaining units of all outputs made, and publish each.
 
-    Raise the first failure once the units in flight have ended. A WorkerLostError concerns one unit: the other units
-    are made first.
+    The first unit of a chain is made before other units, so that its failure leaves nothing behind. Raise the first
+    failure once the units in flight have ended. A WorkerLostError concerns one unit: the other units are made first.
     """
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     in_flight: dict[Future[Any], UnitSequence] = {}
@@ -145,6 +150,10 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
 
     def is_stopping() -> bool:
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
+
+    def may_start_next() -> bool:
+        begins_chain = any(sequence.begins_chain for sequence in in_flight.values())
+        return bool(waiting) and len(in_flight) < waiting[0].runner.limit and not is_stopping() and not begins_chain
 
     def finish_output(output: OutputSchedule) -> None:
         if not unfinished[id(output)] and not is_stopping():
@@ -166,7 +175,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
         for output in outputs:
             finish_output(output)
         while in_flight or (waiting and not is_stopping()):
-            while waiting and len(in_flight) < waiting[0].runner.limit and not is_stopping():
+            while may_start_next():
                 sequence = waiting.popleft()
                 future = sequence.runner.submit(sequence.stage, sequence.unit)
                 in_flight[future] = sequence

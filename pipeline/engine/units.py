@@ -237,6 +237,7 @@ class Stage(Generic[Work]):
     title        description of the units' work, for people
     run          makes a unit at a path
     chain        whether each unit needs files of the one before it
+    replaces     whether a finished unit replaces those before it, whose files may be removed
     run_portion  makes a portion of a unit, for a chain whose units can be divided
     """
 
@@ -245,6 +246,7 @@ class Stage(Generic[Work]):
     units: tuple[Unit[Work], ...] = field(repr=False)
     run: Callable[[Unit[Work], Path, Context], Result] = field(repr=False)
     chain: bool = False
+    replaces: bool = False
     run_portion: Callable[[Unit[Work], Portion, Path], Result] | None = field(default=None, repr=False)
 
 

@@ -22,6 +22,7 @@ from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble_output
 from ktconvert.pipeline.engine.execute import require_possible, resume_work
@@ -31,7 +32,9 @@ from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_uncha
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models.pretrained import LIBRARIES
 from ktconvert.pipeline.models.trainer import (
+    LORA_MEMORY,
     Rows,
     add_adapter,
     build_trainer,
@@ -41,11 +44,12 @@ from ktconvert.pipeline.models.trainer import (
 from ktconvert.pipeline.options.declare import to_hashable
 from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import tokens
+from ktconvert.pipeline.report.text import duration, plural, size, tokens
 
 CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
 VERSION = 1  # raised when the bytes of checkpoints or adapters change
 KEPT_CHECKPOINTS = 2
+CPU_WEIGHTS = "cpu-weights/"  # prefix of the names of the converted experts' files in a plan
 CURVE = "losses.svg"
 STATE = "trainer_state.json"
 
@@ -60,11 +64,27 @@ def count_steps(options: TrainOptions, rows: int) -> int:
     return schedule.max_steps or max(1, math.ceil(schedule.epochs * per_epoch))
 
 
-def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: int, adapter_bytes: int) -> Plan:
+def read_data(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> list[Rows]:
+    """Return the sequences of --dataset and, if it is given, of --eval-dataset. Raises InputError."""
+    loading.prepare_config(choice)  # before torch is imported
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    tokenizer = loading.load_tokenizer(choice)
+    datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
+    return [read_sequences(options, tokenizer, dataset, reporter.note) for dataset in datasets]
+
+
+def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory: Mapping[str, int]) -> Plan:
     """Return the plan with a unit for each checkpoint, named after its step, and one for the adapter.
 
-    data  sequences, whose token ids are part of every fingerprint, since a data set of the hub has no local files
+    data    sequences, whose token ids are part of every fingerprint, since a data set of the hub has no local files
+    memory  result of estimate_memory
     """
+    steps = count_steps(options, len(data[0]))
+    adapter_bytes = memory[LORA_MEMORY] // 4  # float32; AdamW needs the gradients and two moments of the same size
+    weights_prefix = CPU_WEIGHTS if options.cpu_weights else ""
+    weights_bytes = sum(file.size for file in plan.source if file.name.startswith(weights_prefix))
     ids = hashlib.sha256()
     for row in (row for rows in data for row in rows):
         ids.update(row["input_ids"].numpy().tobytes())
@@ -79,15 +99,17 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
         Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, in_output=False, **common) for step in saved
     )
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
+    training = f"train {plural(steps, 'step')}"
     return replace(
         plan,
         stages=(
-            Stage(CHECKPOINT, "checkpoints", checkpoints, _describe_files, chain=True),
-            Stage(ADAPTER, "adapter", (adapter,), _describe_files),
+            Stage(CHECKPOINT, training, checkpoints, _describe_files, chain=True, replaces=True),
+            Stage(ADAPTER, "write the adapter", (adapter,), _describe_files),
         ),
         # A checkpoint contains float32 matrices and AdamW's two moments. A new one is complete before an old one is
         # removed.
         needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
+        hooks=replace(plan.hooks, peak_memory=lambda threads: LIBRARIES + weights_bytes + memory["together"]),
     )
 
 
@@ -157,35 +179,26 @@ class Progress:
 class Training(NamedTuple):
     """A training in progress.
 
-    data   sequences to train on and, optionally, sequences to evaluate
-    steps  number of steps
+    data  sequences to train on and, optionally, sequences to evaluate
     """
 
     workdir: WorkDir
     options: TrainOptions
     choice: loading.ModelChoice
     data: Sequence[Rows]
-    steps: int
     reporter: Reporter
 
 
 def train(
-    plan: Plan, options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter, adapter_bytes: int
+    plan: Plan, options: TrainOptions, choice: loading.ModelChoice, data: Sequence[Rows], reporter: Reporter
 ) -> bool:
     """Train from the last complete checkpoint, or from the beginning, and publish the adapter.
 
+    plan  result of with_stages
+
     Returns False if another process finished it meanwhile. Raises KTConvertError.
     """
-    loading.prepare_config(choice)  # before torch is imported
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    tokenizer = loading.load_tokenizer(choice)
     overwrite = options.existing.overwrite
-    datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-    data = [read_sequences(options, tokenizer, dataset, reporter.note) for dataset in datasets]
-    steps = count_steps(options, len(data[0]))
-    plan = with_stages(plan, options, data, steps, adapter_bytes)
     require_possible([plan], overwrite)
     with WorkDir(plan.locate()) as workdir:
         require_writable_output(plan, overwrite)
@@ -199,16 +212,17 @@ def train(
                 "the tokenizer changed); restore the old files, or start over with --overwrite."
             )
         with record_run(workdir):
-            _run(plan, Training(workdir, options, choice, data, steps, reporter))
+            _run(plan, Training(workdir, options, choice, data, reporter))
     return True
 
 
 def _run(plan: Plan, training: Training) -> None:
-    """Make the missing checkpoints and the adapter, and publish the adapter."""
+    """Make the missing checkpoints and the adapter, publish the adapter, and report the result."""
+    began = time.monotonic()
     workdir, checkpoints, (adapter,) = training.workdir, *(stage.units for stage in plan.stages)
     if workdir.why_finished(adapter) is None:
         last = _find_last_complete(checkpoints, workdir, training.reporter)
-        if last is None or last.work < training.steps:
+        if last is None or last.work < adapter.work:
             _train_from(last, plan, training)
         start_time = time.monotonic()
         workdir.journal.append(journal.Start(unit=adapter.name))
@@ -217,8 +231,20 @@ def _run(plan: Plan, training: Training) -> None:
         result = structs.replace(_describe_files(adapter, folder), stats=stats)
         finished = FinishedUnit(folder, result, time.monotonic() - start_time)
         publish_unit(plan, workdir, training.reporter, adapter, finished)
+    result = workdir.finished[adapter.fingerprint].result
     workdir.journal.append(journal.Start(unit="assemble"))
     assemble_output(plan, workdir)
+    _report_result(plan, result, time.monotonic() - began, training.reporter)
+
+
+def _report_result(plan: Plan, result: Result, seconds: float, reporter: Reporter) -> None:
+    """Report the end of a training: losses, size and duration."""
+    output = plan.options.output
+    nbytes = sum(file.nbytes for file in result.files)
+    peak_rss = machine.peak_rss()
+    losses = "; ".join(map(" ".join, describe_losses(result.stats)))
+    reporter.say(f"{output}: {losses}; {size(nbytes)} in {duration(seconds)} (peak RSS {size(peak_rss)})")
+    reporter.event("finished", output=str(output), bytes=nbytes, seconds=round(seconds, 3), peak_rss=peak_rss)
 
 
 def _find_last_complete(checkpoints: Sequence[Unit[int]], workdir: WorkDir, reporter: Reporter) -> Unit[int] | None:
@@ -256,7 +282,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     model = add_adapter(options, model)
     reporter.note(describe_trained_parameters(model))
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
-    progress = Progress(reporter, tokens_per_step, training.steps)
+    progress = Progress(reporter, tokens_per_step, checkpoints[-1].work)
     by_step = {unit.work: unit for unit in checkpoints}
     start_time = time.monotonic()
 
@@ -315,6 +341,16 @@ def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict
     return {"losses": [losses[0], losses[-1]], "eval_losses": [eval_losses[0], eval_losses[-1]] if eval_losses else []}
 
 
+def describe_losses(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return rows (name, value) with the first and last losses, from the result of write_adapter."""
+    (_, first), (_, last) = stats["losses"]
+    rows = [("loss", f"{first:.4f} at the first step, {last:.4f} at the last")]
+    if stats["eval_losses"]:
+        (_, before), (_, after) = stats["eval_losses"]
+        rows.append(("evaluation loss", f"{before:.4f} before, {after:.4f} after"))
+    return rows
+
+
 def adapter_card(options: TrainOptions, stats: UnitStats) -> bytes:
     """Return the adapter's README.md.
 
@@ -323,21 +359,17 @@ def adapter_card(options: TrainOptions, stats: UnitStats) -> bytes:
     schedule = options.schedule_options
     lora = options.lora
     model = options.input
-    losses = stats[-1]["losses"]
-    eval_losses = stats[-1]["eval_losses"]
+    steps = stats[-1]["losses"][-1][0]
     experts_text = options.cpu_weights.name if options.cpu_weights else "the model's own"
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
     rows = [
-        ("trained on", f"{Path(options.dataset).name}, {losses[-1][0]} steps of {tokens_per_step} tokens"),
+        ("trained on", f"{Path(options.dataset).name}, {steps} steps of {tokens_per_step} tokens"),
         ("experts", experts_text),
         ("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}"),
         ("learning rate", f"{schedule.learning_rate:g}, {schedule.schedule}"),
-        ("loss", f"{losses[0][1]:.4f} at the first step, {losses[-1][1]:.4f} at the last"),
+        *describe_losses(stats[-1]),
         ("made by", f"ktconvert {tool_version()}"),
     ]
-    if eval_losses:
-        values = f"{eval_losses[0][1]:.4f} before, {eval_losses[-1][1]:.4f} after"
-        rows.insert(-1, ("evaluation loss", values))
     lines = [
         *("---", f"base_model: {model}", "library_name: peft", "tags:", "- ktconvert", "- lora", "---", ""),
         f"# LoRA adapter of {Path(model).name}",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ktconvert.native_quant.runtime.stored_tensors import StoredTensor
 
 MOST_TOKENS = 1 << 24
+LIBRARIES = 3 << 28  # bytes of the interpreter with torch, transformers and llmcompressor or PEFT: 0.6 GiB measured
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files without which no tokenizer can be loaded.

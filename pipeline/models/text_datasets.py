@@ -352,11 +352,11 @@ def _hub_error(dataset: str, error: BaseException) -> KTConvertError:
         cause = cause.__cause__
     if NO_SPLIT.search(first_line(error)):
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
-    return InputError(
-        f"{dataset}: cannot be loaded ({first_line(error)}); set --dataset to a file ({SUFFIXES}) or a folder of "
-        f"such files, or run `hf download --repo-type dataset {dataset}` on a machine with network access and set "
-        "HF_HOME to its cache, or use --quant-method RTN, which needs no data"
+    remedy = (
+        f"set --dataset to a file ({SUFFIXES}) or a folder of such files, or run `hf download --repo-type dataset "
+        f"{dataset}` on a machine with network access and set HF_HOME to its cache"
     )
+    return InputError(f"cannot be loaded ({first_line(error)})", remedy, path=dataset)
 
 
 def silence_libraries() -> None:

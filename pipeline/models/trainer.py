@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,27 @@ def list_target_modules(options: TrainOptions, model: Any) -> list[str]:
     # Nemotron-H's attention is named "mixer"; only its class tells.
     blocks = ((f"{block} {type(model.get_submodule(block)).__name__}".lower(), name) for block, _, name in linears)
     return [*dict.fromkeys(name for block, name in blocks if "attn" in block or "attention" in block), EXPERTS]
+
+
+def _require_known_targets(
+    options: TrainOptions, names: Iterable[str], model: Any, prefixes: tuple[str, ...], projections: Iterable[str]
+) -> None:
+    """Raise UnsupportedError, which lists the possible names, for a target module that the model lacks.
+
+    model        as transformers builds it, without RoutedExperts
+    prefixes     begin the names of modules in routed experts
+    projections  names of the projections of routed experts
+    """
+    import torch
+
+    modules = {name: module for name, module in model.named_modules() if not name.startswith(prefixes)}
+    linears = {name.split(".")[-1] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    known = {EXPERTS, *projections, *(name.split(".")[-1] for name in modules)}
+    if unknown := [name for name in names if name.split(".")[-1] not in known]:
+        possible = ", ".join(sorted({EXPERTS, *projections, *linears}))
+        raise UnsupportedError(
+            f"--target-modules {unknown[0]}: {options.input} has no such module; choose from {possible}"
+        )
 
 
 def add_adapter(options: TrainOptions, model: Any) -> Any:
@@ -263,6 +284,7 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     rank = options.lora.rank
     names = list_target_modules(options, model)
     prefixes = tuple(f"{module.name}." for module in experts)
+    _require_known_targets(options, names, model, prefixes, list_projections(experts[0].gated))
     non_expert_parameters = sum(
         weight.numel() for name, weight in model.named_parameters() if not name.startswith(prefixes)
     )
@@ -301,11 +323,3 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
         LORA_MEMORY: 16 * lora_parameters,
     }
     return {**needs, "together": sum(needs.values())}
-
-
-def adapter_bytes(memory: dict[str, int]) -> int:
-    """Return the bytes of the adapter's float32 matrices, from the result of estimate_memory.
-
-    The estimate adds gradients and AdamW's two moments of the same size.
-    """
-    return memory[LORA_MEMORY] // 4

@@ -209,7 +209,9 @@ class TrainOptions(OutputOptions, command="train"):
     plot: bool = files_option("Add a plot of the losses to the adapter's card.", default=False, group=Group.OUTPUT)
     hub: Hub = Hub()
     trust_remote_code: bool = tuning_option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
-    dry_run: bool = option("Print the memory that training needs, and exit.", default=False, group=Group.OUTPUT)
+    dry_run: bool = option(
+        "Print the plan, and the memory that training needs; write nothing.", default=False, group=Group.OUTPUT
+    )
     existing: ExistingOutput = ExistingOutput()
     reporting: Reporting = Reporting()
 

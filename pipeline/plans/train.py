@@ -15,7 +15,7 @@ from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.pipeline.engine.plan import Hooks, Plan, identify_by_stat
-from ktconvert.pipeline.models.fine_tuning import adapter_card
+from ktconvert.pipeline.models.fine_tuning import CPU_WEIGHTS, adapter_card
 from ktconvert.pipeline.models.text_datasets import local_files, select_split
 from ktconvert.pipeline.options.model_options import TrainOptions
 
@@ -46,7 +46,7 @@ def _list_files(options: TrainOptions) -> Iterator[tuple[Path, str]]:
     """Yield every local file that training reads, with a name that does not depend on where the file is."""
     yield from _list_weight_files(hub.resolve(options.input, options.hub.revision), "")
     if options.cpu_weights is not None:
-        yield from _list_weight_files(options.cpu_weights, "cpu-weights/")
+        yield from _list_weight_files(options.cpu_weights, CPU_WEIGHTS)
     for dataset, prefix in ((options.dataset, "dataset/"), (options.eval_dataset, "eval-dataset/")):
         if dataset is not None:
             files = local_files(dataset)

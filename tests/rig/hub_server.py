@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import re
 import threading
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from ktconvert.layouts.sources import retries
+from ktconvert.pipeline.cli import main
+
+SHORT_WAITS = "rig.hub_server:run_with_short_waits"  # program that conversion.ktconvert forks
 CHUNK = 1 << 18  # bytes that are sent at once
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+?)(?:/(?P<kind>revision|tree|paths-info)/(?P<revision>[^/]+).*)?")
@@ -150,6 +155,17 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     self.wfile.write(data[start : start + CHUNK])
 
     return Handler
+
+
+def run_with_short_waits() -> None:
+    """Run the command line with waits of milliseconds, not seconds, before new attempts: ours and huggingface_hub's."""
+    retries.FIRST_WAIT = 0.001
+    with contextlib.suppress(ImportError):
+        from huggingface_hub.utils import http_backoff, http_stream_backoff
+
+        for function in (http_backoff, http_stream_backoff):
+            inspect.unwrap(function).__kwdefaults__["base_wait_time"] = 0.001
+    main()
 
 
 @contextlib.contextmanager
