@@ -32,6 +32,7 @@ from ktconvert.pipeline.fit.estimate import (
 from ktconvert.pipeline.fit.machines import GPUS, find_gpu
 from ktconvert.pipeline.fit.model_shape import read_shape
 from rig import conversion, gguf
+from rig.hub_server import serve_hub
 from rig.scripts import FOLDER, load_benchmark
 
 EXAMPLE = FOLDER.parent / "examples" / "qwen3-moe-small"
@@ -343,19 +344,48 @@ def test_a_gguf_fits_as_it_is_with_the_cache_of_its_metadata(tmp_path):
 
 @pytest.mark.parametrize("prefer", PREFERENCES)
 def test_commands_for_a_gguf_name_the_model_that_provides_the_rest(tmp_path, prefer):
-    """Its experts stay on the CPU, since that model may have none. Without it, a note asks for it."""
+    """That model also provides the experts for the GPU. Without it, all are on the CPU, and a note asks for it."""
     path = gguf.write(tmp_path / "model.gguf", *gguf.quantize_example(EXAMPLE))
     document = fit(path, "--config", EXAMPLE, *LARGE, "--numa", 1, "--prefer", prefer)
     steps = {row["step"]: shlex.split(row["command"]) for row in document["commands"]}
-    assert document["choices"][0]["gpu_experts"] == 0
+    assert document["choices"][0]["gpu_experts"] > 0
     launch = steps["launch"]
-    assert launch[launch.index("--model") + 1] == str(EXAMPLE)
+    loaded = launch[launch.index("--model") + 1]
+    if "convert for the GPU" in steps:
+        assert steps["convert for the GPU"][2:6] == ["-i", str(EXAMPLE), "-o", loaded]
+    else:
+        assert loaded == str(EXAMPLE)
     if "convert" in steps:
         assert steps["convert"][-2:] == ["--config", str(EXAMPLE)]
     else:
         assert launch[launch.index("--kt-weight-path") + 1] == str(path)
-    note = f"note: {path}: a GGUF has only the experts in usable form; --config MODEL"
-    assert note in conversion.ktconvert("fit", str(path), *LARGE).stderr
+    done = conversion.ktconvert("fit", str(path), *LARGE, "--explain")
+    assert "a GGUF has only the experts in usable form" in done.stderr and "; --config MODEL names" in done.stderr
+    assert "all experts are on the CPU: a GPU cannot compute those of a GGUF" in done.stdout
+
+
+def test_a_gguf_downloads_all_of_the_original_only_if_its_experts_must_be_on_the_gpu(tmp_path, monkeypatch):
+    """That is the case if the main memory is too small for them."""
+    pytest.importorskip("huggingface_hub")
+    path = gguf.write(tmp_path / "model.gguf", *gguf.quantize_example(EXAMPLE))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with serve_hub({"org/small": EXAMPLE}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        large = fit(path, "--config", "org/small", *LARGE, "--numa", 1)
+        ram = large["choices"][0]["ram"] - 1
+        small = fit(path, "--config", "org/small", *LARGE, "--numa", 1, "--prefer", "memory", "--ram", ram)
+    assert large["choices"][0]["rest"] == "no experts" and large["choices"][0]["gpu_experts"] == 0
+    assert any(choice["gpu_experts"] for choice in large["choices"])
+    assert large["commands"][0]["command"] == "ktconvert fetch org/small -o small-rest"
+    assert small["choices"][0]["fits"]
+
+
+def test_the_original_of_a_gguf_must_have_its_experts(tmp_path, tiny):
+    path = gguf.write(tmp_path / "model.gguf", *gguf.quantize_example(EXAMPLE))
+    done = conversion.ktconvert("fit", str(path), "--config", str(tiny), *LARGE)
+    conversion.check_refusal(done, 5, "config")
 
 
 def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):

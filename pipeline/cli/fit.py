@@ -266,10 +266,10 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
 
 
 def _keep_best(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first choice of each form of the experts."""
-    best: dict[str, dict[str, Any]] = {}
+    """Return the first choice of each form of the experts, also of those that leave all of them to the CPU."""
+    best: dict[tuple[str, bool], dict[str, Any]] = {}
     for choice in choices:
-        best.setdefault(_name(choice), choice)
+        best.setdefault((_name(choice), choice["rest"] == "no experts"), choice)
     return [*best.values()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -77,6 +77,8 @@ def find_stem(model: str) -> str:
 
 def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[Step]:
     """Yield the steps in the order in which a user runs them."""
+    if names.fetched is not None and choice.rest.expert:
+        names = replace(names, rest=f"{find_stem(names.fetched)}-original")
     yield from _download(choice, names)
     source, options = (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
     weights, form = source, choice.form
@@ -93,9 +95,7 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
     if choice.rest.disk:
         rest = f"{names.stem}-{choice.rest.name}"
         kind = ("--quant-method", "RTN", "--quant-type", choice.rest.name)
-        yield Step(
-            "convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind, *options, *names.arch), rest
-        )
+        yield Step("convert for the GPU", _join("ktconvert gpu -i", names.rest, "-o", rest, *kind, *names.arch), rest)
     hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
     if _has_hot_experts(choice):
         yield from _choose_hot_experts(choice, names, hot, use)
@@ -111,11 +111,17 @@ def _download(choice: Choice, names: Names) -> Iterator[Step]:
     elif not names.is_local:
         repository, _, file = names.model.partition(":")
         files = hub.list_parts(PurePosixPath(file)) if file else []
-        yield Step(
-            "download", _join("hf download", repository, *files, "--local-dir", names.stem, *revision), names.stem
-        )
+        yield _download_files("download", repository, files, names.stem, revision)
     if names.fetched is not None:
-        yield _fetch_rest(names.fetched, names.rest, _pin(names.config_revision))
+        pin = _pin(names.config_revision)
+        if choice.rest.expert:
+            yield _download_files("download the original", names.fetched, [], names.rest, pin)
+        else:
+            yield _fetch_rest(names.fetched, names.rest, pin)
+
+
+def _download_files(name: str, repository: str, files: list[str], folder: str, revision: tuple[str, ...]) -> Step:
+    return Step(name, _join("hf download", repository, *files, "--local-dir", folder, *revision), folder)
 
 
 def _fetch_rest(model: str, folder: str, revision: tuple[str, ...]) -> Step:
