@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ktconvert.pipeline.fit.model_shape import read_shape
 from rig import conversion, gguf
 from rig.hub_server import serve_hub
 from rig.scripts import FOLDER, load_benchmark
+from rig.served import start_server
 
 EXAMPLE = FOLDER.parent / "examples" / "qwen3-moe-small"
 GIB = 1 << 30
@@ -148,6 +150,25 @@ def test_memory_of_experts_is_that_of_the_runtime(tmp_path, name, count, method)
 def expert_of(name: str) -> int:
     """Return the number of an expert in the name of its tensor."""
     return int(name.partition("experts.")[2].partition(".")[0])
+
+
+def test_memory_of_our_server_is_predicted_for_the_bundled_model(tmp_path):
+    """Within a fifth, as other versions of torch need other amounts; docs/how-to/fit.md has measured figures."""
+    torch = pytest.importorskip("torch")
+    for package in ("transformers", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    if torch.version.cuda:
+        pytest.skip("a torch with CUDA loads more libraries")
+    document = fit(EXAMPLE, *LARGE, "--numa", 1, "--vram", 0, "--ram", "1GB")
+    choice = next(choice for choice in document["choices"] if choice["quant_method"] is None)
+    assert choice["fits"]
+    with start_server(EXAMPLE, tmp_path / "log") as (process, url):
+        body = json.dumps({"prompt": "def f(x):\n" * 80, "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=60).close()
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    assert abs(choice["ram"] / peak - 1) < 0.2
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -389,15 +410,15 @@ def test_the_original_of_a_gguf_must_have_its_experts(tmp_path, tiny):
 
 
 def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
-    done = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "1GB", "--vram", "0")
+    done = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "100MB", "--vram", "0")
     conversion.check_refusal(
         done,
         4,
         "nothing fits; the smallest form, int4 with",
-        "of RAM, and the machine has 1.0 GB; use a larger machine",
+        "of RAM, and the machine has 100.0 MB; use a larger machine",
     )
     assert "does not fit" in done.stdout
-    document = fit(tiny, *LARGE, "--ram", "1GB", "--vram", "0")
+    document = fit(tiny, *LARGE, "--ram", "100MB", "--vram", "0")
     assert document["commands"] == [] and not any(choice["fits"] for choice in document["choices"])
 
 
@@ -434,11 +455,11 @@ def test_commands_name_the_file_of_an_architecture(tmp_path, tiny):
 def test_explain_prints_a_map_if_the_next_better_method_does_not_fit(tmp_path):
     """Its budget is the memory that the other parts leave."""
     models.write_model(tmp_path / "model", *shapes.list_tensors(shapes.SHAPES["Qwen3-30B-A3B"], layers=4), 2)
-    options = (*LARGE, "--vram", "0", "--ram", "8GB")
+    options = (*LARGE, "--vram", "0", "--ram", "4500MB")
     document = fit(tmp_path / "model", *options)
     best = document["choices"][0]
     assert best["loss"] > 0.001
-    budget = 8_000_000_000 - best["ram"] + best["ram_parts"]["experts"]
+    budget = 4_500_000_000 - best["ram"] + best["ram_parts"]["experts"]
     assert document["map_command"].endswith(f"--method-map auto --ram {budget} --numa 2")
     assert document["map_command"] in conversion.ktconvert("fit", tmp_path / "model", *options, "--explain").stdout
     done = conversion.ktconvert(*shlex.split(document["map_command"])[1:], "--dry-run", cwd=tmp_path)
@@ -449,7 +470,14 @@ def test_explain_prints_a_map_if_the_next_better_method_does_not_fit(tmp_path):
 def test_explain_prints_the_parts_of_memory_and_the_limits(tiny):
     done = conversion.ktconvert("fit", str(tiny), *LARGE, "--explain")
     assert done.returncode == 0, done.stderr
-    for part in ("rest 18.2 KB", "context 1.1 GB", "process 4.3 GB", "all experts are on the GPU", "# launch"):
+    for part in (
+        "rest 18.2 KB",
+        "context 1.1 GB",
+        "process 4.3 GB",
+        "process: an estimate",
+        "all experts are on the GPU",
+        "# launch",
+    ):
         assert part in done.stdout
 
 

@@ -254,6 +254,7 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
         lines += ["", "does not fit", *format_table([(_name(c), c["rest"], c["problem"]) for c in others], "  ")]
     if explain:
         lines += [line for choice in fitting for line in ("", *_explain_choice(choice))]
+        lines += ["", f"process: {PROCESS_WITH_GPU if target['vram'] else PROCESS_WITHOUT_GPU}"]
     for step in document["commands"]:
         lines += ["", f"# {step['step']}", step["command"]]
     if explain and document["map_command"]:
@@ -274,6 +275,8 @@ def _keep_best(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 LOSS = "loss: mean KL divergence from the checkpoint, measured with a small model; below 0.001 it counts as none"
+PROCESS_WITH_GPU = "an estimate for a server with a GPU: Python, torch, its libraries, and pinned buffers"
+PROCESS_WITHOUT_GPU = "as measured for `ktconvert serve`: Python, torch, transformers, and their libraries"
 HEADING = ("experts", "rest", "on GPU", "RAM", "VRAM", "disk", "time", "tokens/s", "loss (nats)")
 
 

@@ -17,9 +17,11 @@ from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
 SGLANG, KTCONVERT = RUNTIMES
 QUALITY = PREFERENCES[0]
 
-PROCESS_MEMORY = 4 << 30  # of Python, torch, and the pinned buffers of a server
+SERVER_MEMORY = 4 << 30  # of a server that uses a GPU: Python, torch, libraries and pinned buffers; an estimate
+OWN_SERVER_MEMORY = 480_000_000  # of `ktconvert serve` without a GPU: Python, torch, transformers; measured
 CARD_MEMORY = 1 << 30  # of CUDA's context and graphs, on each card
-PREFILL_TOKENS = 4096  # that a server computes together
+PREFILL_TOKENS = {SGLANG: 4096, KTCONVERT: 512}  # that a server computes together
+ATTENTION_COPIES = 2  # of a layer's keys and values for all heads, which torch makes for a prompt; measured
 ACTIVATIONS = 12  # vectors of the hidden size that a token of a prefill needs, in BF16
 CPU_SHARE = 0.8  # of the read bandwidth of memory, if the cores decode fast enough
 GPU_SHARE = 0.7  # of the bandwidth of a card's memory
@@ -96,6 +98,7 @@ class ModelShape:
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
     positions     largest number of tokens of a sequence; None if the config does not state it
+    attention     bytes of a token's keys and values in one layer, if all heads have their own
     download      bytes to download first, unless the experts can be streamed
     window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
     """
@@ -110,6 +113,7 @@ class ModelShape:
     caches: tuple[LayerCache, ...]
     routed_bytes: int
     positions: int | None = None
+    attention: int = 0
     download: int = 0
     window_bytes: int = 0
 
@@ -205,15 +209,17 @@ class Predictor:
     @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of the activations of a prefill, and of the logits."""
-        activations = PREFILL_TOKENS * ACTIVATIONS * 2 * self.shape.hidden
-        return activations + 4 * self.shape.vocabulary * (self.use.sequences + 1)
+        activations = PREFILL_TOKENS[self.use.runtime] * ACTIVATIONS * 2 * self.shape.hidden
+        copies = 0 if self.cards else ATTENTION_COPIES * self.shape.attention * self.use.context
+        return activations + copies + 4 * self.shape.vocabulary * (self.use.sequences + 1)
 
     def predict(self, form: ExpertForm, rest: RestForm) -> Choice:
         """Return the prediction; sizes are 0 for a form that is refused."""
         fixed = self._list_fixed_vram(rest)
         count = self._count_gpu_experts(rest, sum(fixed.values())) if self.cards and rest.expert else 0
         vram = {**fixed, "experts": self._gpu_bytes(rest, count)} if self.cards else {}
-        ram = {"process": PROCESS_MEMORY, "experts": self._cpu_bytes(form, count)}
+        process = SERVER_MEMORY if self.cards else OWN_SERVER_MEMORY
+        ram = {"process": process, "experts": self._cpu_bytes(form, count)}
         if not self.cards:
             ram |= {"rest": rest.rest, "cache": self.cache_bytes, "buffers": self.buffer_bytes}
         # Only if all experts are in the CPU's output, no other step needs them.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ktconvert.layouts.checkpoints.attention import find_caches
+from ktconvert.layouts.checkpoints.attention import count_attention_bytes, find_caches
 from ktconvert.layouts.checkpoints.match import is_mtp_tensor
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KTConvertError, UnsupportedError
@@ -81,6 +81,7 @@ def read_shape(
         find_caches(config, decoder_layers) or (),
         sum(sum_experts(model)),
         positions[1] if positions else None,
+        count_attention_bytes(config),
         download,
         window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
     )

@@ -80,7 +80,7 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
     if names.fetched is not None and choice.rest.expert:
         names = replace(names, rest=f"{find_stem(names.fetched)}-original")
     yield from _download(choice, names)
-    source, options = (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
+    source, options = _locate_source(choice, names)
     weights, form = source, choice.form
     if form.option:
         weights = f"{names.stem}-{form.method}"
@@ -131,15 +131,20 @@ def _fetch_rest(model: str, folder: str, revision: tuple[str, ...]) -> Step:
 def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str | None:
     """Return the conversion with a method for each layer, in the memory that a choice leaves; None if it cannot help.
 
-    It can if the next better method does not fit. It reads weights before it converts them, so that they cannot be
-    streamed.
+    It can if the next better method does not fit.
     """
     can_help = use.prefer == QUALITY and choice.form.option and choice.loss > NO_LOSS
-    if not can_help or choice.streamed or choice.gpu_experts:
+    if not can_help or choice.gpu_experts:
         return None
     budget = machine.ram - choice.ram_bytes + choice.ram["experts"]
-    words = (names.source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget)
-    return _join("ktconvert cpu -i", *words, "--numa", machine.numa, *names.conversion)
+    source, options = _locate_source(choice, names)
+    words = (source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget, "--numa", machine.numa)
+    return _join("ktconvert cpu -i", *words, *options, *names.conversion)
+
+
+def _locate_source(choice: Choice, names: Names) -> tuple[str, tuple[str, ...]]:
+    """Return the input of conversions and verifications, and their options for it."""
+    return (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
 
 
 def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[Step]:
