@@ -88,9 +88,7 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
         slices = ("--numa", machine.numa) if form.sliced else ()
         words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options, *names.conversion)
         yield Step("convert", _join("ktconvert cpu -i", *words), weights)
-        # A comparison with a streamed source would download all experts again.
-        against = () if choice.streamed else ("--against", source, *options, *names.arch)
-        yield Step("verify", _join("ktconvert verify", weights, *against))
+        yield Step("verify", _verify(weights, None if choice.streamed else names.source, names))
     rest = names.rest
     if choice.rest.disk:
         rest = f"{names.stem}-{choice.rest.name}"
@@ -126,6 +124,17 @@ def _download_files(name: str, repository: str, files: list[str], folder: str, r
 
 def _fetch_rest(model: str, folder: str, revision: tuple[str, ...]) -> Step:
     return Step("download the rest", _join("ktconvert fetch", model, "-o", folder, *revision), folder)
+
+
+def suggest_comparison(choice: Choice, names: Names) -> str | None:
+    """Return the comparison with a streamed source, which downloads it a second time; None if a step does it."""
+    return _verify(f"{names.stem}-{choice.form.method}", names.model, names) if choice.streamed else None
+
+
+def _verify(weights: str, source: str | None, names: Names) -> str:
+    against = () if source is None else ("--against", source, *names.arch)
+    revision = () if source in (None, names.source) else _pin(names.revision)
+    return _join("ktconvert verify", weights, *against, *revision)
 
 
 def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str | None:
