@@ -21,7 +21,6 @@ from ktconvert.native_quant.runtime.checkpoint_experts import CheckpointExperts,
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.pipeline.fit.estimate import KTCONVERT, ExpertForm, ModelShape, RestForm
 from ktconvert.pipeline.options.option_groups import Streaming
-from ktconvert.pipeline.plans.checkpoint import count_decoder_layers
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
 BF16 = 2  # bytes
@@ -66,7 +65,7 @@ def read_shape(
         raise UnsupportedError(model.refusal)
     source, layers = model.source, model.layers
     experts = tuple(model.shape(layer)[0] for layer in layers)
-    decoder_layers = count_decoder_layers(model)
+    decoder_layers = model.decoder_layers
     config = source.config
     vocabulary = cfg.find_number(config, VOCABULARY)
     positions = cfg.find_number(config, POSITIONS)
@@ -204,7 +203,7 @@ def sum_experts(model: MoeModel) -> list[int]:
 
 def find_rest(model: MoeModel) -> list[TensorInfo]:
     """Return the tensors that are no routed experts, without those of MTP layers, which no server loads by default."""
-    own, layers = model.expert_tensor_names() | model.mtp_tensors, count_decoder_layers(model)
+    own, layers = model.expert_tensor_names() | model.mtp_tensors, model.decoder_layers
     return [info for name, info in model.source.tensors.items() if name not in own and not is_mtp_tensor(name, layers)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ktconvert.layouts.checkpoints.archs import Arch
+from ktconvert.layouts.checkpoints.archs import Arch, list_archs
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -19,7 +19,6 @@ from ktconvert.pipeline.fit.estimate import ModelShape, RestForm
 from ktconvert.pipeline.fit.model_shape import find_rest, list_rests, read_shape, remove_experts
 from ktconvert.pipeline.fit.steps import Names, find_stem
 from ktconvert.pipeline.options.queries import FitOptions, UpOptions
-from ktconvert.pipeline.plans.checkpoint import arch_table
 
 
 class NamedShape(NamedTuple):
@@ -45,7 +44,7 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
     try:
         path, remote, note = locate_checkpoint(name, revision, streamed=True)
         with open_checkpoint(path, config=options.config) as source:
-            archs = arch_table(options.arch.load_text())
+            archs = list_archs(options.arch.load_text())
             model = recognize(source, archs)
             if source.config.get("is_encoder_decoder"):
                 raise UnsupportedError(f"{name}: has an encoder, and fit takes only decoders; convert it with cpu")
