@@ -543,12 +543,3 @@ ARCHS = (
         "transformers",
     ),
 )
-
-
-def list_archs(arch_file: str | None) -> tuple[Arch, ...]:
-    """Return the table of architectures, preceded by the row in this text of an --arch-file."""
-    if not arch_file:
-        return ARCHS
-    from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-    return (parse_arch(arch_file), *ARCHS)

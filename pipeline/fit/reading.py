@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ktconvert.layouts.checkpoints.archs import Arch, list_archs
+from ktconvert.layouts.checkpoints.arch_file import list_archs
+from ktconvert.layouts.checkpoints.archs import Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.archs import list_archs
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.archs import list_archs
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import (
     NonExpertTensors,
