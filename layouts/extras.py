@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,6 +62,8 @@ def _requirement(extra: str, origin: dict[str, Any]) -> str:
 
 def _read_origin() -> dict[str, Any]:
     """Return what pip recorded about the origin; a source tree on PYTHONPATH has no record."""
+    from importlib.metadata import PackageNotFoundError, distribution  # takes 50 ms, and only errors need it
+
     try:
         text = distribution(PACKAGE).read_text("direct_url.json")
     except PackageNotFoundError:

@@ -69,6 +69,7 @@ def test_only_the_rest_is_downloaded_if_all_experts_are_converted(hub, tmp_path)
     first, second, third = (step["command"] for step in document["commands"][:3])
     assert first == "ktconvert fetch org/small -o small"
     assert second.startswith("ktconvert cpu -i org/small -o small-AMXINT4 ") and second.endswith(" --stream")
+    assert document["compare_command"] == "ktconvert verify small-AMXINT4 --against org/small"
     assert third == "ktconvert verify small-AMXINT4"  # a comparison would download the experts again
 
 

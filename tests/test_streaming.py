@@ -116,11 +116,28 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     headers = 12 * FIRST_BYTES
     assert hub.sent < 1.1 * (size + headers)
+    sent = hub.sent
     done = conversion.ktconvert("verify", tmp_path / "out", "--against", NAME, "--full", env=environment)
     assert done.returncode == 0 and "quantized again, same bytes" in done.stdout, done.stderr
+    assert hub.sent - sent < 1.02 * size  # each expert once
     for cache in ("hf", "cache"):
         held = sum(path.stat().st_blocks * 512 for path in (tmp_path / cache).rglob("*") if not path.is_symlink())
         assert held < 0.3 * size, cache
+
+
+def test_a_map_that_is_chosen_for_a_streamed_conversion_is_the_same(hub, environment, model, tmp_path) -> None:
+    """A sample of the weights is fetched before. The next run of the same conversion uses the recorded map."""
+    options = ("--quant-method", "int8", "--method-map", "auto", "--ram", "1500KB", "--numa", "1")
+    done = conversion.ktconvert("cpu", "-i", model, "-o", tmp_path / "local", *options)
+    assert done.returncode == 0, done.stderr
+    command = ("cpu", "-i", NAME, "-o", tmp_path / "out", *options, "--stream")
+    done = conversion.ktconvert(*command, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "out" / "manifest.json").read_bytes())["model"]["methods"]) > 1
+    assert weights(tmp_path / "out") == weights(tmp_path / "local")
+    hub.sent = 0
+    assert conversion.ktconvert(*command, env=environment).returncode == 0
+    assert hub.sent == 0
 
 
 def test_job_shares_fetch_only_their_files(hub, environment, expected, tmp_path) -> None:
@@ -320,7 +337,6 @@ def test_a_model_that_changes_on_the_hub_stops_the_run(
         (("--scale", "gptq", "--dataset", "x.txt"), "which does not work with GPTQ"),
         (("--executor", "dask:local"), "which does not work with workers in other processes"),
         (("--quant-method", "int4,int8"), "--stream would fetch the weights once per output"),
-        (("--method-map", "auto", "--ram", "1GB"), "reads weights before the conversion; leave out --stream"),
     ],
 )
 def test_stream_refuses_what_reads_weights_elsewhere_or_again(options, reason, environment, tmp_path) -> None:

@@ -136,7 +136,7 @@ def test_nothing_starts_without_an_answer(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "code", "text"),
     [
-        (EXAMPLE, ("--ram", "1GB"), 4, "nothing fits"),
+        (EXAMPLE, ("--ram", "100MB"), 4, "nothing fits"),
         (EXAMPLE, ("--runtime", "sglang"), 2, "needs a GPU"),
         ("absent", (), 5, "absent: no such file or directory"),
         ("model.gguf", (), 2, "a GGUF has only the experts in usable form; give the model that it was made from"),

@@ -19,7 +19,7 @@ import tomllib
 from dataclasses import fields, replace
 from typing import Any
 
-from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
 from ktconvert.layouts.errors import InputError
 
@@ -29,6 +29,11 @@ LISTS = ("matches", "layers", "experts", "width", "hidden")
 NO_KEYS = ("refusal", "shares", "decides", "router_scale", "after", "function", "stack", "more")
 CONSTANTS = ("limit", "alpha", "beta")
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
+
+
+def list_archs(text: str | None) -> tuple[Arch, ...]:
+    """Return the table of architectures, preceded by the row in this text of an --arch-file if there is one."""
+    return (parse_arch(text), *ARCHS) if text else ARCHS
 
 
 def parse_arch(text: str) -> Arch:

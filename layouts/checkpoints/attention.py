@@ -208,6 +208,13 @@ def find_caches(config: dict[str, Any], layers: int) -> tuple[LayerCache, ...] |
     return caches if len(caches) == layers else None
 
 
+def count_attention_bytes(config: dict[str, Any]) -> int:
+    """Return the bytes of a token's keys and values in one layer if each head has its own; 0 if the config has none."""
+    numbers = [cfg.find_number(config, keys) for keys in (HEADS, HEAD_DIM, VALUE_DIM, HIDDEN)]
+    heads, key, value, hidden = (entry[1] if entry else 0 for entry in numbers)
+    return ELEMENT * heads * (key + value) or 2 * ELEMENT * hidden * bool(heads)
+
+
 def _find_cache(config: dict[str, Any], layer: int) -> LayerCache | None:
     def find(keys: Sequence[str], default: Any = None) -> Any:
         entry = cfg.find_value(config, tuple(keys))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Style
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.match import expand_template
@@ -93,6 +94,12 @@ class MoeModel:
     def projections(self) -> tuple[str, ...]:
         """The linears of an expert."""
         return list_projections(self.is_gated)
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of decoder layers, with and without experts; MTP layers do not count."""
+        layer_count = claims.find_layer_count(self.source.config, self.arch)
+        return layer_count[1] if layer_count else self.layers[-1] + 1
 
     @property
     def function_names(self) -> str:

@@ -167,11 +167,10 @@ def _require_model(path: Path, counts: I64, model: str) -> None:
     """Raise InputError if a checkpoint has other layers or numbers of experts than the counts."""
     from ktconvert.layouts.checkpoints.recognition import recognize
     from ktconvert.layouts.sources.source import open_checkpoint
-    from ktconvert.pipeline.plans.checkpoint import count_decoder_layers
 
     checkpoint = recognize(open_checkpoint(model))
     experts_by_layer = {layer: checkpoint.shape(layer)[0] for layer in checkpoint.layers}
-    _require_same_experts(path, counts, model, experts_by_layer, count_decoder_layers(checkpoint))
+    _require_same_experts(path, counts, model, experts_by_layer, checkpoint.decoder_layers)
 
 
 def _require_same_experts(

@@ -74,7 +74,7 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
     """
     from ktconvert.pipeline.fit.estimate import list_choices
     from ktconvert.pipeline.fit.reading import read_model
-    from ktconvert.pipeline.fit.steps import list_steps, suggest_map
+    from ktconvert.pipeline.fit.steps import list_steps, suggest_comparison, suggest_map
 
     target = describe_machine(options.target)
     runtime = _choose_runtime(options.target, target)
@@ -90,6 +90,7 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
         target = replace(target, cores=machine.physical_cores())
     steps = [*list_steps(choices[0], read.names, target, use)]
     document["map_command"] = suggest_map(choices[0], read.names, target, use)
+    document["compare_command"] = suggest_comparison(choices[0], read.names)
     document["commands"] = [{"step": step.name, "command": step.command} for step in steps]
     return Prediction(document, "", read, steps)
 
@@ -201,6 +202,7 @@ def _make_document(model: str, shape: ModelShape, target: Machine, use: Use, cho
         "choices": [_describe_choice(choice) for choice in choices],
         "commands": [],
         "map_command": None,
+        "compare_command": None,
     }
 
 
@@ -254,8 +256,15 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
         lines += ["", "does not fit", *format_table([(_name(c), c["rest"], c["problem"]) for c in others], "  ")]
     if explain:
         lines += [line for choice in fitting for line in ("", *_explain_choice(choice))]
+        lines += ["", f"process: {PROCESS_WITH_GPU if target['vram'] else PROCESS_WITHOUT_GPU}"]
     for step in document["commands"]:
         lines += ["", f"# {step['step']}", step["command"]]
+    if document["compare_command"]:
+        lines += [
+            "",
+            "# no step compares the experts with the source, which would download it a second time; this command does",
+            document["compare_command"],
+        ]
     if explain and document["map_command"]:
         lines += [
             "",
@@ -266,14 +275,16 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
 
 
 def _keep_best(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first choice of each form of the experts."""
-    best: dict[str, dict[str, Any]] = {}
+    """Return the first choice of each form of the experts, also of those that leave all of them to the CPU."""
+    best: dict[tuple[str, bool], dict[str, Any]] = {}
     for choice in choices:
-        best.setdefault(_name(choice), choice)
+        best.setdefault((_name(choice), choice["rest"] == "no experts"), choice)
     return [*best.values()]
 
 
 LOSS = "loss: mean KL divergence from the checkpoint, measured with a small model; below 0.001 it counts as none"
+PROCESS_WITH_GPU = "an estimate for a server with a GPU: Python, torch, its libraries, and pinned buffers"
+PROCESS_WITHOUT_GPU = "as measured for `ktconvert serve`: Python, torch, transformers, and their libraries"
 HEADING = ("experts", "rest", "on GPU", "RAM", "VRAM", "disk", "time", "tokens/s", "loss (nats)")
 
 

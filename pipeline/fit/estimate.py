@@ -17,9 +17,13 @@ from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
 SGLANG, KTCONVERT = RUNTIMES
 QUALITY = PREFERENCES[0]
 
-PROCESS_MEMORY = 4 << 30  # of Python, torch, and the pinned buffers of a server
+SERVER_MEMORY = 4 << 30  # of a server that uses a GPU: Python, torch, libraries and pinned buffers; an estimate
+OWN_SERVER_MEMORY = 480_000_000  # of `ktconvert serve` without a GPU: Python, torch, transformers; measured
 CARD_MEMORY = 1 << 30  # of CUDA's context and graphs, on each card
-PREFILL_TOKENS = 4096  # that a server computes together
+PREFILL_TOKENS = {SGLANG: 4096, KTCONVERT: 512}  # that a server computes together
+ATTENTION_COPIES = (
+    2  # of a layer's keys and values for all heads: equals the measured growth by tokens; the cause is not verified
+)
 ACTIVATIONS = 12  # vectors of the hidden size that a token of a prefill needs, in BF16
 CPU_SHARE = 0.8  # of the read bandwidth of memory, if the cores decode fast enough
 GPU_SHARE = 0.7  # of the bandwidth of a card's memory
@@ -67,12 +71,13 @@ class ExpertForm:
 class RestForm:
     """A form of the rest of the model, and of the experts on the GPU.
 
-    name    "published", "W4A16" or "BF16"
-    rest    bytes of all tensors that are not routed experts
-    token   those of them that each token reads: not the rows of an embedding
-    expert  bytes of one expert, by layer with experts
-    disk    bytes of the output; 0 if nothing is written
-    loss    as of ExpertForm, if all experts were on the GPU
+    name      "published", "W4A16", "BF16", or "no experts", which leaves all of them to the CPU
+    rest      bytes of all tensors that are not routed experts
+    token     those of them that each token reads: not the rows of an embedding
+    expert    bytes of one expert, by layer with experts; () if there are none
+    disk      bytes of the output; 0 if nothing is written
+    loss      as of ExpertForm, if all experts were on the GPU
+    download  bytes to download of a checkpoint that is not the model itself
     """
 
     name: str
@@ -81,6 +86,7 @@ class RestForm:
     expert: tuple[int, ...]
     disk: int = 0
     loss: float = 0.0
+    download: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ class ModelShape:
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
     positions     largest number of tokens of a sequence; None if the config does not state it
+    attention     bytes of a token's keys and values in one layer, if all heads have their own
     download      bytes to download first, unless the experts can be streamed
     window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
-    experts_only  whether a different checkpoint provides the rest, perhaps without experts: all stay on the CPU
     """
 
     experts: tuple[int, ...]
@@ -109,9 +115,9 @@ class ModelShape:
     caches: tuple[LayerCache, ...]
     routed_bytes: int
     positions: int | None = None
+    attention: int = 0
     download: int = 0
     window_bytes: int = 0
-    experts_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,22 +211,23 @@ class Predictor:
     @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of the activations of a prefill, and of the logits."""
-        activations = PREFILL_TOKENS * ACTIVATIONS * 2 * self.shape.hidden
-        return activations + 4 * self.shape.vocabulary * (self.use.sequences + 1)
+        activations = PREFILL_TOKENS[self.use.runtime] * ACTIVATIONS * 2 * self.shape.hidden
+        copies = 0 if self.cards else ATTENTION_COPIES * self.shape.attention * self.use.context
+        return activations + copies + 4 * self.shape.vocabulary * (self.use.sequences + 1)
 
     def predict(self, form: ExpertForm, rest: RestForm) -> Choice:
         """Return the prediction; sizes are 0 for a form that is refused."""
         fixed = self._list_fixed_vram(rest)
-        count = 0
-        if self.cards and not self.shape.experts_only:
-            count = self._count_gpu_experts(rest, sum(fixed.values()))
+        count = self._count_gpu_experts(rest, sum(fixed.values())) if self.cards and rest.expert else 0
         vram = {**fixed, "experts": self._gpu_bytes(rest, count)} if self.cards else {}
-        ram = {"process": PROCESS_MEMORY, "experts": self._cpu_bytes(form, count)}
+        process = SERVER_MEMORY if self.cards else OWN_SERVER_MEMORY
+        ram = {"process": process, "experts": self._cpu_bytes(form, count)}
         if not self.cards:
             ram |= {"rest": rest.rest, "cache": self.cache_bytes, "buffers": self.buffer_bytes}
         # Only if all experts are in the CPU's output, no other step needs them.
         streamed = bool(self.shape.window_bytes and form.disk and not rest.disk and not count)
-        disk = form.disk + rest.disk + (rest.rest + self.shape.window_bytes if streamed else self.shape.download)
+        download = rest.rest + self.shape.window_bytes if streamed else self.shape.download + rest.download
+        disk = form.disk + rest.disk + download
         return Choice(
             form,
             rest,
@@ -245,6 +252,8 @@ class Predictor:
 
     def _gpu_bytes(self, rest: RestForm, count: int) -> int:
         """Return the bytes of `count` experts of each layer on one card."""
+        if not rest.expert:
+            return 0
         pairs = zip(self.shape.experts, rest.expert, strict=True)
         return -(-sum(min(count, experts) * nbytes for experts, nbytes in pairs) // self.cards)
 
@@ -262,7 +271,8 @@ class Predictor:
         machine = self.machine
         cpu_rate = predict_cpu_rate(form, machine.bandwidth, machine.cores)
         seconds = 0.0
-        for experts, cpu_bytes, gpu_bytes in zip(self.shape.experts, form.expert, rest.expert, strict=True):
+        gpu_experts = rest.expert or (0,) * len(form.expert)
+        for experts, cpu_bytes, gpu_bytes in zip(self.shape.experts, form.expert, gpu_experts, strict=True):
             hot = min(count, experts) / experts
             used = min(self.shape.topk, experts)
             on_cpu = used * (1 - hot) * cpu_bytes / cpu_rate
@@ -301,8 +311,8 @@ class Predictor:
     def _explain_limit(self, rest: RestForm, count: int, vram: dict[str, int]) -> str:
         if not vram:
             return "no GPU: all experts are on the CPU"
-        if self.shape.experts_only:
-            return "the experts of a GGUF stay on the CPU"
+        if not rest.expert:
+            return "all experts are on the CPU: a GPU cannot compute those of a GGUF, and the rest has none"
         if count >= max(self.shape.experts):
             return "all experts are on the GPU"
         more = self._gpu_bytes(rest, count + 1) - vram["experts"]
@@ -342,17 +352,24 @@ def list_choices(shape: ModelShape, machine: Machine, use: Use) -> list[Choice]:
             "speed": (speed, loss),
             "memory": (choice.ram_bytes, loss),
         }
-        idle = any(_is_idle_conversion(choice, other) for other in choices)
+        idle = any(_is_idle(choice, other) for other in choices)
         rest = conversions, -choice.form.core_rate, choice.disk
         return bool(choice.problem), idle, *by_preference[use.prefer], *rest
 
     return [choices[number] for number in sorted(range(len(choices)), key=rank)]
 
 
-def _is_idle_conversion(choice: Choice, other: Choice) -> bool:
-    """Return whether converting the rest of the model makes a choice hardly faster than one without."""
-    is_alternative = other.form is choice.form and not other.problem and choice.rest.disk > other.rest.disk
-    return is_alternative and choice.tokens_per_second <= SIMILAR_SPEED * other.tokens_per_second
+def _is_idle(choice: Choice, other: Choice) -> bool:
+    """Return whether a choice converts the rest of the model and is hardly faster than one without, or downloads more.
+
+    Whoever has a GGUF wants to avoid the download of all experts.
+    """
+    if other.form is not choice.form or other.problem:
+        return False
+    if choice.rest.download != other.rest.download:
+        return choice.rest.download > other.rest.download
+    is_faster = choice.tokens_per_second > SIMILAR_SPEED * other.tokens_per_second
+    return choice.rest.disk > other.rest.disk and not is_faster
 
 
 def _rank_values(values: Sequence[float], ratio: float) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from ktconvert.layouts.checkpoints.attention import find_caches
+from ktconvert.layouts.checkpoints.attention import count_attention_bytes, find_caches
 from ktconvert.layouts.checkpoints.match import is_mtp_tensor
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KTConvertError, UnsupportedError
@@ -20,7 +21,6 @@ from ktconvert.native_quant.runtime.checkpoint_experts import CheckpointExperts,
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.pipeline.fit.estimate import KTCONVERT, ExpertForm, ModelShape, RestForm
 from ktconvert.pipeline.options.option_groups import Streaming
-from ktconvert.pipeline.plans.checkpoint import count_decoder_layers
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
 BF16 = 2  # bytes
@@ -28,6 +28,7 @@ POSITIONS = ("max_position_embeddings",)
 VOCABULARY = ("vocab_size", "padded_vocab_size")
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "wte.weight", "token_embd.weight")
 GPU_FORMAT = "W4A16"
+NO_EXPERTS = "no experts"  # name of a RestForm
 GPU_LOSS = 0.0042  # of W4A16 by rounding; not measured: that of int4 with mse
 
 
@@ -50,10 +51,13 @@ QUALITIES = {
 CORE_RATE = 8e9  # of the methods that read checkpoints as they are, mostly GGUF
 
 
-def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> ModelShape:
+def read_shape(
+    model: MoeModel, numa: int, runtime: str, download: int = 0, rests: tuple[RestForm, ...] = ()
+) -> ModelShape:
     """Return the shape of a recognized model for a number of NUMA nodes.
 
     download  bytes to download first
+    rests     forms of the rest, if a different checkpoint provides it
 
     Raises UnsupportedError for a model that ktconvert refuses.
     """
@@ -61,11 +65,10 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         raise UnsupportedError(model.refusal)
     source, layers = model.source, model.layers
     experts = tuple(model.shape(layer)[0] for layer in layers)
-    decoder_layers = count_decoder_layers(model)
+    decoder_layers = model.decoder_layers
     config = source.config
     vocabulary = cfg.find_number(config, VOCABULARY)
     positions = cfg.find_number(config, POSITIONS)
-    stored_bytes = [sum(info.nbytes for info in model.layer_tensors(layer)) for layer in layers]
     return ModelShape(
         experts,
         cfg.find_experts_per_token(config, layers[0], max(experts))[0],
@@ -73,13 +76,13 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         (cfg.find_number(config, ("hidden_size", "dim", "d_model")) or ("", model.shape(layers[0])[1]))[1],
         vocabulary[1] if vocabulary else 0,
         tuple(_list_forms(model, numa)),
-        tuple(_list_rests(model, runtime, stored_bytes)),
+        rests or tuple(list_rests(model, runtime)),
         find_caches(config, decoder_layers) or (),
-        sum(stored_bytes),
+        sum(sum_experts(model)),
         positions[1] if positions else None,
+        count_attention_bytes(config),
         download,
         window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
-        experts_only=source.container.experts_only,
     )
 
 
@@ -160,11 +163,8 @@ def _read_as_it_is(model: MoeModel, numa: int) -> ExpertForm | None:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _list_rests(model: MoeModel, runtime: str, stored_bytes: list[int]) -> Iterator[RestForm]:
-    """Yield the forms in which a server loads everything but the CPU's experts.
-
-    stored_bytes  of the experts, by layer with experts
-    """
+def list_rests(model: MoeModel, runtime: str) -> Iterator[RestForm]:
+    """Yield the forms in which a server loads everything but the CPU's experts."""
     tensors = find_rest(model)
     rest_bf16 = BF16 * sum(map(count_elements, tensors))
     rest = sum(info.nbytes for info in tensors)
@@ -174,9 +174,11 @@ def _list_rests(model: MoeModel, runtime: str, stored_bytes: list[int]) -> Itera
     bf16_experts = tuple(BF16 * len(model.projections) * math.prod(model.shape(layer)[1:]) for layer in model.layers)
     if runtime == KTCONVERT or model.source.container.experts_only:
         rows_bf16 = 0 if rows == 0 or embedding is None else BF16 * count_elements(embedding)
-        yield RestForm("BF16", rest_bf16, rest_bf16 - rows_bf16, bf16_experts)
+        form = RestForm("BF16", rest_bf16, rest_bf16 - rows_bf16, bf16_experts)
+        yield remove_experts(form) if model.source.container.experts_only else form
         return
     counts = [model.shape(layer)[0] for layer in model.layers]
+    stored_bytes = sum_experts(model)
     stored_experts = tuple(nbytes // count for nbytes, count in zip(stored_bytes, counts, strict=True))
     yield RestForm("published", rest, rest - rows, stored_experts)
     gpu = formats_by_option("gpu").get(GPU_FORMAT)
@@ -189,9 +191,19 @@ def _list_rests(model: MoeModel, runtime: str, stored_bytes: list[int]) -> Itera
         yield RestForm(GPU_FORMAT, rest_bf16, rest_bf16 - rows, sizes, packed + rest_bf16, GPU_LOSS)
 
 
+def remove_experts(form: RestForm) -> RestForm:
+    """Return the form of a checkpoint that has no routed experts."""
+    return replace(form, name=NO_EXPERTS, expert=())
+
+
+def sum_experts(model: MoeModel) -> list[int]:
+    """Return the stored bytes of the routed experts, by layer with experts."""
+    return [sum(info.nbytes for info in model.layer_tensors(layer)) for layer in model.layers]
+
+
 def find_rest(model: MoeModel) -> list[TensorInfo]:
     """Return the tensors that are no routed experts, without those of MTP layers, which no server loads by default."""
-    own, layers = model.expert_tensor_names() | model.mtp_tensors, count_decoder_layers(model)
+    own, layers = model.expert_tensor_names() | model.mtp_tensors, model.decoder_layers
     return [info for name, info in model.source.tensors.items() if name not in own and not is_mtp_tensor(name, layers)]
 
 

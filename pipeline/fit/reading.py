@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ktconvert.layouts.checkpoints.arch_file import list_archs
+from ktconvert.layouts.checkpoints.archs import Arch
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.sources import hub_headers
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
-from ktconvert.pipeline.fit.estimate import ModelShape
-from ktconvert.pipeline.fit.model_shape import read_shape
+from ktconvert.pipeline.fit.estimate import ModelShape, RestForm
+from ktconvert.pipeline.fit.model_shape import find_rest, list_rests, read_shape, remove_experts
 from ktconvert.pipeline.fit.steps import Names, find_stem
 from ktconvert.pipeline.options.queries import FitOptions, UpOptions
-from ktconvert.pipeline.plans.checkpoint import arch_table
 
 
 class NamedShape(NamedTuple):
@@ -42,21 +45,22 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
     try:
         path, remote, note = locate_checkpoint(name, revision, streamed=True)
         with open_checkpoint(path, config=options.config) as source:
-            model = recognize(source, arch_table(options.arch.load_text()))
+            archs = list_archs(options.arch.load_text())
+            model = recognize(source, archs)
             if source.config.get("is_encoder_decoder"):
                 raise UnsupportedError(f"{name}: has an encoder, and fit takes only decoders; convert it with cpu")
             download = sum(shard.size for shard in source.shards) if remote else 0
-            shape = read_shape(model, numa, runtime, download)
             names = Names(name, find_stem(name), remote is None, name, revision, arch_file)
+            rests: tuple[RestForm, ...] = ()
             if source.container.experts_only:
                 names = _name_rest(names, source, options.config, pinned=pinned)
+                rests = _read_rests(model, options.config, archs, runtime)
                 note = note or _explain_rest(name, options.config)
             elif remote is not None:
                 names = replace(names, rest=names.stem)
+            shape = read_shape(model, numa, runtime, download, rests)
         if arch_file is not None:
             shape = replace(shape, window_bytes=0)  # `fetch` takes no --arch-file
-        if names.fetched is not None:
-            shape = replace(shape, download=shape.download + shape.rests[0].rest)
         if pinned:
             names = replace(names, revision=remote.sha if isinstance(remote, hub_headers.Commit) else None)
         return NamedShape(shape, names, note)
@@ -65,21 +69,43 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
 
 
 def _name_rest(names: Names, source: TensorSource, config: str | None, *, pinned: bool) -> Names:
-    """Return the names with those of the model that provides the rest of a GGUF.
-
-    Raises InputError for a directory without weights.
-    """
+    """Return the names with those of the model that provides the rest of a GGUF."""
     if config is None:
         return replace(names, rest=launch.ORIGINAL)
     if Path(config).exists():
-        open_checkpoint(config).close()
         return replace(names, rest=config, config=config)
     commit = source.companion_root.name if pinned else None  # a snapshot in the hub's cache
     return replace(names, rest=f"{find_stem(config)}-rest", config=config, config_revision=commit)
+
+
+def _read_rests(gguf: MoeModel, config: str | None, archs: Sequence[Arch], runtime: str) -> tuple[RestForm, ...]:
+    """Return the forms of the rest of a GGUF: those of the model that --config names, if it has experts for a GPU.
+
+    Raises InputError for a directory without weights, and for a model with other experts.
+    """
+    without_experts = next(list_rests(gguf, runtime))
+    if config is None:
+        return (without_experts,)
+    is_here = Path(config).exists()
+    with open_checkpoint(config if is_here else locate_checkpoint(config, None, streamed=True).path) as source:
+        try:
+            original = recognize(source, archs)
+        except (InputError, UnsupportedError):  # such as an output of `fetch`
+            return (without_experts if is_here else replace(without_experts, download=without_experts.rest),)
+        if {layer: gguf.shape(layer) for layer in gguf.layers} != {n: original.shape(n) for n in original.layers}:
+            problem = f"its experts differ from those of {gguf.source.root}"
+            raise InputError(f"--config {config}: {problem}; name the model that the GGUF was made from")
+        forms = [*list_rests(original, runtime)]
+        if is_here:
+            return tuple(forms)
+        download = sum(shard.size for shard in source.shards)
+        fetched = replace(remove_experts(forms[0]), download=sum(info.nbytes for info in find_rest(original)))
+        return fetched, *(replace(form, download=download) for form in forms)
 
 
 def _explain_rest(name: str, config: str | None) -> str:
     """Return a note on a GGUF whose commands are incomplete."""
     if config is not None:
         return ""
-    return f"{name}: a GGUF has only the experts in usable form; --config MODEL names the model for everything else"
+    problem = "a GGUF has only the experts in usable form, and no GPU can compute them here"
+    return f"{name}: {problem}; --config MODEL names the model for everything else"

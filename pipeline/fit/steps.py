@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -77,8 +77,10 @@ def find_stem(model: str) -> str:
 
 def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[Step]:
     """Yield the steps in the order in which a user runs them."""
+    if names.fetched is not None and choice.rest.expert:
+        names = replace(names, rest=f"{find_stem(names.fetched)}-original")
     yield from _download(choice, names)
-    source, options = (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
+    source, options = _locate_source(choice, names)
     weights, form = source, choice.form
     if form.option:
         weights = f"{names.stem}-{form.method}"
@@ -86,16 +88,12 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
         slices = ("--numa", machine.numa) if form.sliced else ()
         words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options, *names.conversion)
         yield Step("convert", _join("ktconvert cpu -i", *words), weights)
-        # A comparison with a streamed source would download all experts again.
-        against = () if choice.streamed else ("--against", source, *options, *names.arch)
-        yield Step("verify", _join("ktconvert verify", weights, *against))
+        yield Step("verify", _verify(weights, None if choice.streamed else names.source, names))
     rest = names.rest
     if choice.rest.disk:
         rest = f"{names.stem}-{choice.rest.name}"
         kind = ("--quant-method", "RTN", "--quant-type", choice.rest.name)
-        yield Step(
-            "convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind, *options, *names.arch), rest
-        )
+        yield Step("convert for the GPU", _join("ktconvert gpu -i", names.rest, "-o", rest, *kind, *names.arch), rest)
     hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
     if _has_hot_experts(choice):
         yield from _choose_hot_experts(choice, names, hot, use)
@@ -111,29 +109,51 @@ def _download(choice: Choice, names: Names) -> Iterator[Step]:
     elif not names.is_local:
         repository, _, file = names.model.partition(":")
         files = hub.list_parts(PurePosixPath(file)) if file else []
-        yield Step(
-            "download", _join("hf download", repository, *files, "--local-dir", names.stem, *revision), names.stem
-        )
+        yield _download_files("download", repository, files, names.stem, revision)
     if names.fetched is not None:
-        yield _fetch_rest(names.fetched, names.rest, _pin(names.config_revision))
+        pin = _pin(names.config_revision)
+        if choice.rest.expert:
+            yield _download_files("download the original", names.fetched, [], names.rest, pin)
+        else:
+            yield _fetch_rest(names.fetched, names.rest, pin)
+
+
+def _download_files(name: str, repository: str, files: list[str], folder: str, revision: tuple[str, ...]) -> Step:
+    return Step(name, _join("hf download", repository, *files, "--local-dir", folder, *revision), folder)
 
 
 def _fetch_rest(model: str, folder: str, revision: tuple[str, ...]) -> Step:
     return Step("download the rest", _join("ktconvert fetch", model, "-o", folder, *revision), folder)
 
 
+def suggest_comparison(choice: Choice, names: Names) -> str | None:
+    """Return the comparison with a streamed source, which downloads it a second time; None if a step does it."""
+    return _verify(f"{names.stem}-{choice.form.method}", names.model, names) if choice.streamed else None
+
+
+def _verify(weights: str, source: str | None, names: Names) -> str:
+    against = () if source is None else ("--against", source, *names.arch)
+    revision = () if source in (None, names.source) else _pin(names.revision)
+    return _join("ktconvert verify", weights, *against, *revision)
+
+
 def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str | None:
     """Return the conversion with a method for each layer, in the memory that a choice leaves; None if it cannot help.
 
-    It can if the next better method does not fit. It reads weights before it converts them, so that they cannot be
-    streamed.
+    It can if the next better method does not fit.
     """
     can_help = use.prefer == QUALITY and choice.form.option and choice.loss > NO_LOSS
-    if not can_help or choice.streamed or choice.gpu_experts:
+    if not can_help or choice.gpu_experts:
         return None
     budget = machine.ram - choice.ram_bytes + choice.ram["experts"]
-    words = (names.source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget)
-    return _join("ktconvert cpu -i", *words, "--numa", machine.numa, *names.conversion)
+    source, options = _locate_source(choice, names)
+    words = (source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget, "--numa", machine.numa)
+    return _join("ktconvert cpu -i", *words, *options, *names.conversion)
+
+
+def _locate_source(choice: Choice, names: Names) -> tuple[str, tuple[str, ...]]:
+    """Return the input of conversions and verifications, and their options for it."""
+    return (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
 
 
 def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[Step]:

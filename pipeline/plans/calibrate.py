@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.sources.source import open_checkpoint
@@ -27,7 +28,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")
-    model = recognize(source, checkpoint.arch_table(options.arch_row), experts=options.experts)
+    model = recognize(source, list_archs(options.arch_row), experts=options.experts)
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
         requirements.read_shape(model, options.samples),

@@ -169,7 +169,7 @@ def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOption
             "architecture": model.arch.name,
             "name": checkpoint.base_model(model.source),
             "source": checkpoint.source_identity(model.source),
-            "decoder_layers": checkpoint.count_decoder_layers(model),
+            "decoder_layers": model.decoder_layers,
             "layers": facts["layers"],
             "experts": facts["experts"],
             "hidden": facts["hidden"],

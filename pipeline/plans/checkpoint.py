@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
@@ -91,15 +89,6 @@ def plan_download(options: Any, source: TensorSource, stages: Sequence[Stage[Any
 
 def _find_sha256(shard: Shard) -> str | None:
     return shard.blob if shard.blob is not None and SHA256.fullmatch(shard.blob) else None
-
-
-def arch_table(arch_file: str | None) -> tuple[Arch, ...]:
-    """Return the table of architectures, preceded by the row in this text of an --arch-file."""
-    if not arch_file:
-        return ARCHS
-    from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-    return (parse_arch(arch_file), *ARCHS)
 
 
 def read_saved_values(options: Any, *names: str) -> dict[str, Any] | None:
@@ -181,12 +170,6 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
         "dtypes": sorted(model.dtypes),
         **({"stacks": dict(model.stacks)} if model.stacks else {}),
     }
-
-
-def count_decoder_layers(model: MoeModel) -> int:
-    """Return the number of a model's decoder layers, with and without experts; MTP layers do not count."""
-    layer_count = claims.find_layer_count(model.source.config, model.arch)
-    return layer_count[1] if layer_count else model.layers[-1] + 1
 
 
 def source_identity(source: TensorSource) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts import encodings
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
@@ -49,7 +50,7 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
     source = checkpoint.open_source(options, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognize(source, checkpoint.arch_table(options.arch_row), experts=options.experts)
+    model = recognize(source, list_archs(options.arch_row), experts=options.experts)
     _require_input_type(options.input_type, model)
     map_notes = []
     if options.chooses_map:

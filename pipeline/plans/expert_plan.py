@@ -189,7 +189,7 @@ def build_expert_plan(
         rows = {figures["layer"]: figures["expert_tokens"] for figures in stats if "expert_tokens" in figures}
         counts = known_counts
         if rows.keys() == {*model.layers}:  # a version of ktconvert that did not report them may have begun the run
-            counts = expert_counts.arrange_counts(checkpoint.count_decoder_layers(model), rows)
+            counts = expert_counts.arrange_counts(model.decoder_layers, rows)
         return {} if counts is None else {expert_counts.NAME: expert_counts.encode_counts(counts)}
 
     def render_card(stats: Sequence[Mapping[str, Any]]) -> bytes:

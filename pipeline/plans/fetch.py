@@ -73,7 +73,7 @@ def _find_hot_tensors(model: MoeModel, mask_file: Path | None) -> Iterator[str]:
     from ktconvert.native_quant.runtime.hot_experts import read_mask
 
     mask = read_mask(mask_file)
-    layers = checkpoint.count_decoder_layers(model)
+    layers = model.decoder_layers
     counts: Collection[int] = {model.shape(layer)[0] for layer in model.layers}
     if mask.shape[0] != layers or counts != {mask.shape[1]}:
         shape = f"{layers} layers of {' or '.join(map(str, sorted(counts)))} experts"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktconvert.layouts import encodings
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import (
     NonExpertTensors,
@@ -42,7 +43,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
-    model = recognize(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, list_archs(options.arch_row))
     fmt = formats_by_option("gpu")[options.quant_type].apply_settings(
         {"rounding": options.rounding, "group_size": options.group_size}
     )

@@ -262,8 +262,6 @@ def _require_budget(options: CpuOptions, model: MoeModel) -> int:
     """Return the budget in bytes. Raises UsageError if there is none, or for options that `auto` does not support."""
     if len(options.method_map) > 1:
         raise UsageError(f"{AUTO} chooses the methods of all layers; leave out the other values of {MAP}.")
-    if model.source.remote is not None:
-        raise UsageError(f"{AUTO} reads weights before the conversion; leave out --stream, or give the map itself.")
     if options.ram is None:
         raise UsageError(f"{AUTO} needs the memory for the experts; give --ram, such as --ram 400GB.")
     return options.ram

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.encoding import error_sums
@@ -269,7 +270,7 @@ def _compare_with_converting(
     fresh_sums = np.zeros(4)
     with open_checkpoint(against, options.revision) as source:
         files_read = source.paths()
-        model = recognize(source, checkpoint.arch_table(options.arch_row))
+        model = recognize(source, list_archs(options.arch_row))
         for sample in samples:
             slicing = sample.slicing
             expert = sample.sampled_expert

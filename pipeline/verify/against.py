@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
@@ -28,6 +28,8 @@ from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
 # Cosine between weights that have nothing in common is near 0; between weights and their codes in 4 bits, it is 0.99.
 UNRELATED_COSINE = 0.5
+
+Expert = tuple[int, int]  # layer, expert
 
 # --- the source -----------------------------------------------------------------------------------
 
@@ -58,7 +60,8 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         for layer, (_, hidden, width) in measure.shapes.items()
         if layer in model.moe_layers and (hidden, width) == model.shape(layer)[1:]
     ]
-    if different := _explain_different_model(model, layers, problems, check_items):
+    ends = _check_experts(_list_ends(model, layers), check_items)
+    if different := _explain_different_model(model, layers, problems, ends):
         return Check("source", "", [different], notes, "give the model that was converted"), []
     for numa in (*resplit_from, measure.numa):
         reasons = {
@@ -68,7 +71,10 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         if numa in resplit_from and (reason := next(filter(None, reasons.values()), None)):
             problems.append(f"impossible number of NUMA slices in the manifest's resplit_from, {numa}: {reason}")
         layers = [layer for layer in layers if reasons[layer] is None]
-    total, errors = _compare_experts(_list_expert_bytes(model, layers), check_items)
+    experts = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
+    others = {item: _count_expert_bytes(model, item) for item in experts if item not in ends}
+    checked = ends | _check_experts(others, check_items)
+    total, errors = _gather_findings({item: checked[item] for item in experts})
     problems += total.problems + compare_non_experts(compared.inputs, compared.non_experts, check_items)
     method = f"quantized again (T = {resplit_from[0]}) and resplit" if resplit_from else "quantized again"
     summary = f"{total.equal} tensors {method}, same bytes"
@@ -86,39 +92,49 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
 
 
 def _explain_different_model(
-    model: MoeModel, layers: Sequence[int], problems: Sequence[str], check_items: CheckItems
+    model: MoeModel, layers: Sequence[int], problems: Sequence[str], ends: Mapping[Expert, ExpertFindings]
 ) -> str | None:
     """Return a sentence if the source is not the model that was converted; None if they have an expert in common.
 
-    layers    layers with experts of the same sizes, of which the first and last experts are compared
+    layers    layers with experts of the same sizes
     problems  differences of the sizes
+    ends      findings of the first and last experts of the first and last of these layers
     """
     if not layers:
         return f"{problems[0]}, which is a different model" if problems else None
-    ends = sorted({(layer, expert) for layer in (layers[0], layers[-1]) for expert in (0, model.shape(layer)[0] - 1)})
-    _, errors = _compare_experts(dict.fromkeys(ends, 0), check_items)
+    _, errors = _gather_findings(ends)
     cosines = [error.figures["cosine"] for error in errors]
     if not cosines or max(cosines) > UNRELATED_COSINE:
         return None
     return f"its experts have nothing in common with those of {model.source.root}, which is a different model"
 
 
-def _list_expert_bytes(model: MoeModel, layers: Iterable[int]) -> dict[tuple[int, int], int]:
-    """Return (layer, expert) -> bytes in the source, of all experts of these layers."""
-    experts = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
-    return {item: sum(tensor.nbytes for tensor in model.expert_tensors(*item)) for item in experts}
+def _list_ends(model: MoeModel, layers: Sequence[int]) -> dict[Expert, int]:
+    """Return the first and last experts of the first and last of these layers, with their bytes in the source."""
+    numbers = sorted({*layers[:1], *layers[-1:]})
+    ends = dict.fromkeys((layer, expert) for layer in numbers for expert in (0, model.shape(layer)[0] - 1))
+    return {item: _count_expert_bytes(model, item) for item in ends}
 
 
-def _compare_experts(
-    experts: Mapping[tuple[int, int], int], check_items: CheckItems
-) -> tuple[ExpertFindings, list[ProjectionErrors]]:
-    """Return the findings of all experts together, and the errors of each projection of each layer.
+def _count_expert_bytes(model: MoeModel, item: Expert) -> int:
+    return sum(tensor.nbytes for tensor in model.expert_tensors(*item))
 
-    experts  (layer, expert) -> bytes to report as progress
+
+def _check_experts(experts: Mapping[Expert, int], check_items: CheckItems) -> dict[Expert, ExpertFindings]:
+    """Return the findings of each expert.
+
+    experts  their bytes in the source, to report as progress
     """
+    return dict(check_items("experts", list(experts), list(experts.values())))
+
+
+def _gather_findings(
+    findings_by_expert: Mapping[Expert, ExpertFindings],
+) -> tuple[ExpertFindings, list[ProjectionErrors]]:
+    """Return the findings of all experts together, and the errors of each projection of each layer."""
     total = ExpertFindings()
     errors: dict[tuple[int, str], ProjectionErrors] = {}
-    for (layer, expert), findings in check_items("experts", list(experts), list(experts.values())):
+    for (layer, expert), findings in findings_by_expert.items():
         total.problems += findings.problems
         total.equal += findings.equal
         total.calibrated += findings.calibrated
