@@ -179,6 +179,21 @@ def read_help(name: str, flag: str = "--help") -> list[str]:
     return CliRunner().invoke(group, [name, flag], terminal_width=80).output.splitlines()
 
 
+def test_help_is_printed_without_a_command_and_after_the_word_help(cli: Any) -> None:
+    shown = cli("--help").stdout
+    assert cli("help").stdout == shown
+    result = cli(code=2)
+    assert (result.stdout, result.stderr) == ("", shown)
+    assert cli("help", "verify").stdout == cli("verify", "--help").stdout
+    assert "Did you mean 'verify'" in cli("help", "verfy", code=2).stderr
+
+
+def test_help_all_prints_all_options_of_all_commands(cli: Any) -> None:
+    shown = cli("--help-all").stdout
+    assert shown.startswith(cli("--help").stdout)
+    assert all(cli(name, "--help-all").stdout in shown for name in ("cpu", "run", "version"))
+
+
 def test_default_number_of_slices_fits_machine_and_model(
     tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

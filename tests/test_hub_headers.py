@@ -29,11 +29,15 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def fit(hub: Hub, tmp_path: Path, name: str, *options: str) -> Any:
-    """Run `ktconvert fit` with this hub and caches of its own."""
+def run(hub: Hub, tmp_path: Path, *arguments: str) -> Any:
+    """Run ktconvert with this hub and caches of its own."""
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return conversion.ktconvert("fit", name, *MACHINE, *options, env=env)
+    return conversion.ktconvert(*arguments, env=env)
+
+
+def fit(hub: Hub, tmp_path: Path, name: str, *options: str) -> Any:
+    return run(hub, tmp_path, "fit", name, *MACHINE, *options)
 
 
 def headers_folder(tmp_path: Path, name: str) -> Path:
@@ -86,6 +90,27 @@ def test_weights_are_not_read_and_headers_only_once(hub, tmp_path):
     fit(hub, tmp_path, "org/small")
     assert hub.sent == sent > 0
     assert [*folder.glob(".*")] == []
+
+
+def test_inspect_requests_headers_and_only_the_weights_that_it_measures(hub, tmp_path):
+    """A third of 24 experts are measured, of which blocks of 1 MiB are fetched."""
+    source = conversion.checkpoint(tmp_path / "models" / "many", layers=1, experts=24, hidden=128, width=1024)
+    hub.models["org/many"] = source
+    texts = []
+    for name in ("org/many", str(source)):
+        done = run(hub, tmp_path, "inspect", name, "--json")
+        texts.append(json.dumps(read_document(done)).replace(name, "NAME"))
+    assert texts[0] == texts[1] and "ktconvert cpu -i NAME" in texts[0]
+    assert 0 < hub.sent < 3 * FIRST_BYTES and not (tmp_path / "hub").exists()
+    columns = read_document(run(hub, tmp_path, "inspect", "org/many", "--columns", "--json"))["columns"]
+    assert columns == read_document(run(hub, tmp_path, "inspect", name, "--columns", "--json"))["columns"]
+    assert hub.sent < 0.8 * sum(path.stat().st_size for path in source.glob("*.safetensors"))
+
+
+def test_inspect_prints_commands_for_the_inspected_revision(hub, tmp_path):
+    document = read_document(run(hub, tmp_path, "inspect", "org/small", "--revision", COMMIT, "--json"))
+    commands = [*document["convert"], *document["convert_gpu"]]
+    assert len(commands) > 3 and all(command.endswith(f" --revision {COMMIT}") for command in commands)
 
 
 def test_headers_longer_than_the_first_request_are_read_to_their_end(hub, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,12 @@ def test_fit_and_up_read_headers_behind_a_url(hub, environment, tmp_path) -> Non
     assert done.returncode == 0, done.stderr
     done = conversion.ktconvert(*up, "24GB", "--yes", env=environment)  # experts on the GPU cannot be streamed
     conversion.check_refusal(done, 3, "needs all files on disk; download them")
+
+
+def test_inspect_reads_headers_behind_a_url(hub, environment) -> None:
+    done = conversion.ktconvert("inspect", address(hub), "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(command.endswith(" --stream") for command in json.loads(done.stdout)["convert"])
 
 
 def test_a_damaged_index_is_named(hub, environment, tmp_path) -> None:

@@ -222,7 +222,7 @@ def locate_checkpoint(name: str, revision: str | None, *, streamed: bool) -> Loc
     """Return a checkpoint here, or if `streamed` the headers of one that is not. Raises UsageError for other URLs."""
     if URL.fullmatch(name):
         if not streamed:
-            reads = "only `fetch`, commands with --stream, `fit`, and `verify` of experts for the CPU read it"
+            reads = "only `fetch`, commands with --stream, `fit`, `inspect`, and `verify` of CPU experts read it"
             raise UsageError(f"{name}: is a URL; {reads}; download the model.")
         return find_url_headers(name, revision)
     return find_headers(name, revision) if streamed else Location(hub.resolve(name, revision))

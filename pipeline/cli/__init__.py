@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import json
@@ -51,7 +52,9 @@ CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge
 MAX_MESSAGE = 1000  # characters
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
-EPILOG = """\b
+EPILOG = """`ktconvert help COMMAND` describes a command.
+
+\b
 Exit codes:
   0        success
   1        a system call failed (the message names the file)
@@ -77,7 +80,6 @@ OTHER_WORDS = {
     **dict.fromkeys(("convert", "quantize", "quantise"), "'cpu' or 'gpu'"),
     **dict.fromkeys(("list", "ls"), "'models'"),
     **dict.fromkeys(("chat", "generate"), "'run'"),
-    "help": "--help",
     "download": "'fetch'",
 }
 
@@ -92,6 +94,11 @@ def normalize_token(token: str) -> str:
 
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line; `help COMMAND` means `COMMAND --help`."""
+        is_help = bool(args) and normalize_token(args[0]) == "help"
+        return super().parse_args(ctx, [*args[1:], "--help"] if is_help else args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -147,6 +154,19 @@ def _install_completion(ctx: click.Context, _param: click.Parameter, value: bool
         ctx.exit()
 
 
+def _print_all_help(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    """Print the help of the group, then that of each command with all its options."""
+    if value and not ctx.resilient_parsing:
+        click.echo(ctx.get_help())
+        for name in COMMANDS:
+            command = group.get_command(ctx, name)
+            assert command is not None
+            click.echo()
+            with contextlib.suppress(click.exceptions.Exit):
+                command.make_context(name, ["--help-all"], ctx)
+        ctx.exit()
+
+
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         from ktconvert.pipeline.report.versions import version_lines
@@ -181,6 +201,14 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     callback=_install_completion,
     help="Complete commands, options and paths in your shell (bash, zsh or fish).",
 )
+@click.option(
+    "--help-all",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_all_help,
+    help="Show all options of all commands and exit.",
+)
 def group() -> None:
     """Convert the experts of mixture-of-experts checkpoints into weights for the CPU (for kt-kernel) and the GPU."""
 
@@ -197,6 +225,9 @@ def main() -> None:
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        _print(sys.stderr, error.format_message())
         sys.exit(error.exit_code)
     except click.ClickException as error:
         _fail(_describe_usage(error), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
-from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
+from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
+from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import find_unit_states, read_plan
@@ -68,23 +70,32 @@ def describe_path(
 
 
 def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
-    """Describe a checkpoint from its headers, and list the outputs that can be made from it."""
+    """Describe a checkpoint from its headers, and list the outputs that can be made from it.
+
+    If it is not here, only headers and configs are fetched, and the weights that `columns` measures.
+    """
     rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
-    with open_checkpoint(name, revision) as source:
+    place = locate_checkpoint(name, revision, streamed=True)
+    disk = Path(tempfile.gettempdir())
+    with open_checkpoint(name, revision, stream=disk) if columns else open_checkpoint(place.path) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": name, **_describe_files(source)}
-        document |= dequantize_output(source, name)
+        document["notes"] = [note for note in (place.note,) if note]
+        options = ["--stream"] if URL.fullmatch(name) else []
+        options += [] if revision is None else ["--revision", revision]
+        document |= dequantize_output(source, name, options)
         try:
             model = recognize(source, rows, to_read=True)
         except UnsupportedError as error:
             return document | {"refused": error.text}
         document |= _describe_experts(model, source)
+        document["notes"] += model.notes
         if columns:
             document |= {"columns": {str(layer): _measure_columns(model, layer) for layer in model.layers}}
         if model.refusal is not None:
             return document | {"refused": model.refusal}
-        document |= {"methods": cpu_outputs(model), "convert": cpu_commands(model, name)}
+        document |= {"methods": cpu_outputs(model), "convert": cpu_commands(model, name, options)}
         document |= {"gpu": (gpu := gpu_outputs(model))}
-        return document | {"convert_gpu": gpu_commands(gpu, name)}
+        return document | {"convert_gpu": gpu_commands(gpu, name, options)}
 
 
 def _describe_files(source: TensorSource) -> dict[str, Any]:
@@ -125,7 +136,6 @@ def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "routed_bytes": routed,
         "mtp_bytes": mtp,
         "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
-        "notes": list(model.notes),
     }
 
 
@@ -251,29 +261,17 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     return types
 
 
-def gpu_commands(types: list[dict[str, Any]], source_name: str) -> list[str]:
-    """Return a `ktconvert gpu` command for each possible output."""
+def gpu_commands(types: list[dict[str, Any]], source_name: str, options: Sequence[str]) -> list[str]:
+    """Return a `ktconvert gpu` command with these options for each possible output."""
     output_name = Path(source_name).expanduser().resolve().name
-    return [
-        shlex.join(
-            [
-                "ktconvert",
-                "gpu",
-                "-i",
-                source_name,
-                "-o",
-                f"{output_name}-{t}",
-                "--quant-method",
-                "RTN",
-                "--quant-type",
-                t,
-            ]
-        )
-        for t in (row["quant_type"] for row in types if row["refused"] is None)
-    ]
+    lines = []
+    for quant_type in (row["quant_type"] for row in types if row["refused"] is None):
+        words = ["ktconvert", "gpu", "-i", source_name, "-o", f"{output_name}-{quant_type}"]
+        lines.append(shlex.join([*words, "--quant-method", "RTN", "--quant-type", quant_type, *options]))
+    return lines
 
 
-def dequantize_output(source: TensorSource, source_name: str) -> dict[str, Any]:
+def dequantize_output(source: TensorSource, source_name: str, options: Sequence[str]) -> dict[str, Any]:
     """Return the size of the output of `ktconvert dequantize`, and its command; {} if there is nothing to decode."""
     try:
         require_whole(source, "`ktconvert dequantize`")
@@ -285,12 +283,12 @@ def dequantize_output(source: TensorSource, source_name: str) -> dict[str, Any]:
     output_name = Path(source_name).expanduser().resolve().name
     return {
         "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
-        "dequantize": [shlex.join(["ktconvert", "dequantize", source_name, f"{output_name}-dequantized"])],
+        "dequantize": [shlex.join(["ktconvert", "dequantize", source_name, f"{output_name}-dequantized", *options])],
     }
 
 
-def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
-    """Return a `ktconvert cpu` command for each possible output, for this machine's NUMA nodes."""
+def cpu_commands(model: MoeModel, source_name: str, options: Sequence[str]) -> list[str]:
+    """Return a `ktconvert cpu` command with these options for each possible output, for this machine's NUMA nodes."""
     pools = read_default_slices()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
@@ -301,5 +299,5 @@ def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
         output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
         output = f"{output_name.removesuffix(model.source.container.suffix)}-{fmt.name}"
         words = ["ktconvert", "cpu", "-i", source_name, "-o", output, "--quant-method", option]
-        lines.append(shlex.join([*words, "--numa", str(slices)]))
+        lines.append(shlex.join([*words, "--numa", str(slices), *options]))
     return lines

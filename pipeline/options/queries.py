@@ -157,7 +157,10 @@ class FitOptions(Options):
 
 class InspectOptions(Options):
     path: str = option(
-        "Checkpoint, output, or output of an unfinished conversion.", PathOrHubId(), argument="path", default=REQUIRED
+        "Checkpoint (path, hub id or URL), output, or output of an unfinished conversion.",
+        PathOrHubId(),
+        argument="path",
+        default=REQUIRED,
     )
     columns: bool = option("Also measure whether --equalize would help, on 8 experts per layer.", default=False)
     hub: Hub = Hub()
