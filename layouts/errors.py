@@ -78,7 +78,7 @@ class ResourceError(KTConvertError, exit_code=4):
 
 
 class InputError(KTConvertError, exit_code=5):
-    """Input that is damaged, incomplete, contradictory, or has changed."""
+    """Input that is missing, damaged, incomplete or contradictory, or has changed."""
 
 
 class VerificationError(KTConvertError, exit_code=6):
@@ -86,7 +86,7 @@ class VerificationError(KTConvertError, exit_code=6):
 
 
 class OutputError(KTConvertError, exit_code=7):
-    """An output that is in use, that ktconvert did not write, or that was started with different options."""
+    """An output that is in use, cannot be written, is not ktconvert's, or was started with different options."""
 
 
 class WorkerLostError(KTConvertError):
@@ -105,11 +105,16 @@ def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError
     return InputError(problem, remedy, path=path)
 
 
+def missing_path(path: Path | str, remedy: str = "check the path") -> InputError:
+    """Return the error for a file or directory to read that does not exist."""
+    return InputError("does not exist", remedy, path=path)
+
+
 def unreadable_file(
     path: Path | str, error: OSError, problem: str = "cannot be read", remedy: str = REMEDY
 ) -> InputError:
     """Return the error for a file that the system does not open or read, with a remedy for the reason."""
     if isinstance(error, FileNotFoundError):
-        return bad_file(path, "does not exist", f"check the path, or {REMEDY}")
+        return missing_path(path, f"check the path, or {REMEDY}")
     denied = isinstance(error, PermissionError)
     return bad_file(path, f"{problem} ({error.strerror})", PERMISSION if denied else remedy)

@@ -97,7 +97,7 @@ def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path:
         ((tmp_path / "none",), 5, "none"),
         *(((output, "--tokens", wrong), 2, "list of numbers") for wrong in ("0", "1,x", "", "-4")),
         ((output, "--plot", tmp_path / "b.txt"), 2, "b.txt"),
-        ((output, "--plot", tmp_path / "none" / "b.png"), 2, "does not exist; create it first"),
+        ((output, "--plot", tmp_path / "none" / "b.png"), 7, "does not exist; create it first"),
         ((tmp_path / "damaged",), 6, shard.name),
     ):
         result = run(*arguments)

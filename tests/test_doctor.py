@@ -74,7 +74,7 @@ def test_json_describes_this_machine(tmp_path: Path, cli: Any) -> None:
     assert facts["kt_flags"]["--kt-threadpool-count"] == facts["pools"] == machine.pool_count()
     assert facts["disk"]["path"] == str(tmp_path.resolve()) and facts["disk"]["write_speed"] > 0
     assert facts["disk"]["problem"] is None and list(tmp_path.iterdir()) == []
-    assert "does not exist" in cli("doctor", "--disk", tmp_path / "absent", code=2).stderr
+    assert "does not exist" in cli("doctor", "--disk", tmp_path / "absent", code=5).stderr
 
 
 def test_extension_and_cpuinfo_agree_on_avx() -> None:

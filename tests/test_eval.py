@@ -231,7 +231,7 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", CPU, "empty", "text", (), 3, "has no weights"),
     ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
     ("damaged", CPU, "int8", "text", (), 5, ""),
-    ("example", GPU, "W8A16", "text", ("--cpu-weights", "int8"), 2, ""),
+    ("example", GPU, "W8A16", "text", ("--cpu-weights", "."), 2, ""),
     ("example", GPU, "W8A16", "text", ("--exact",), 2, ""),
     ("example", GPU, "example", "text", (), 3, "has no experts for the GPU"),
     ("example", GPU, "none", "text", (), 5, ""),

@@ -147,7 +147,7 @@ def test_empty_folders_have_no_models(tmp_path: Path, models: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert models(tmp_path / "empty").stdout == f"no models in {tmp_path / 'cache'} and {tmp_path / 'empty'}\n"
     assert json.loads(models(tmp_path / "empty", "--json").stdout)["models"] == []
-    models(tmp_path / "absent", code=UsageError.exit_code)
+    models(tmp_path / "absent", code=InputError.exit_code)
 
 
 def test_check_finds_a_flipped_bit_and_repairs_it(tmp_path: Path, models: Any, example: Path, hub: Hub) -> None:

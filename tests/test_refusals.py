@@ -273,15 +273,16 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
 
 
-def test_a_read_only_parent_is_named(source, output):
-    output.parent.chmod(0o555)
-    conversion.check_refusal(convert(source, output, prefix=WITHOUT_ROOT_RIGHTS), 1, "out.work", "Permission denied")
-    assert conversion.names(output.parent) == []
-
-
 def test_a_parent_without_folders_is_named(source):
     """/proc refuses new folders as if their parent were missing."""
     conversion.check_refusal(convert(source, Path("/proc/out")), 7, "/proc/out.work: cannot be created")
+
+
+def test_a_read_only_parent_is_named(source, output):
+    output.parent.chmod(0o555)
+    remedy = f"cannot be created (Permission denied); choose a different output, or make {output.parent} writable."
+    for missing, refused in ((output, f"{output}.work"), (output / "deeper", output)):
+        conversion.check_refusal(convert(source, missing, prefix=WITHOUT_ROOT_RIGHTS), 7, f"{refused}: {remedy}")
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])

@@ -264,12 +264,12 @@ def test_refusals_come_before_any_work(output, statistics, tmp_path):
     (tmp_path / "folder.html").mkdir()
     assert "give a file with the ending .html" in refusal_message(UsageError, output, "--report", tmp_path / "r.txt")
     assert "does not exist; create it first" in refusal_message(
-        UsageError, output, "--report", tmp_path / "none" / "r.html"
+        OutputError, output, "--report", tmp_path / "none" / "r.html"
     )
-    assert "not writable" in refusal_message(UsageError, output, "--report", tmp_path / "folder.html")
+    assert "not writable" in refusal_message(OutputError, output, "--report", tmp_path / "folder.html")
     assert "--statistics without --report" in refusal_message(UsageError, output, "--statistics", statistics)
     with_page = (output, "--report", page, "--statistics")
-    assert "counts.safetensors" in refusal_message(InputError, *with_page, tmp_path / "none")
+    assert "none: does not exist" in refusal_message(InputError, *with_page, tmp_path / "none")
     other = tmp_path / "other"
     other.mkdir()
     write_file(other / "counts.safetensors", {"counts": ("I64", np.ones((2, 4), np.int64))})

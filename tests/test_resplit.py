@@ -313,7 +313,7 @@ def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
 
     check_refusal(converted("int4", 2), 3, "; use int4 (AMXINT4) with --numa 1, 2, 3, 6", numa=4)
     check_refusal(source, 3, "is a checkpoint, not an output")
-    check_refusal(tmp_path / "absent", 5, "no such directory")
+    check_refusal(tmp_path / "absent", 5, "does not exist")
     check_refusal(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
     check_refusal(tmp_path / "gpu", 3, "W8A16 weights have no NUMA slices")

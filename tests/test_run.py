@@ -226,7 +226,7 @@ REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
     (("--prompt", ""), InputError, "the prompt has no tokens"),
-    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: does not exist"),
+    (("--prompt", "x", "--cpu-weights", "nowhere"), InputError, "nowhere: does not exist"),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models import generating, loading
 from rig.conversion import run_in_process
 from rig.safetensors import edit_file
@@ -298,7 +298,7 @@ def test_serve_reports_a_used_port_before_loading(example, tmp_path):
         error = run_in_process("serve", example, "--port", port).exception
     assert str(error).startswith(f"127.0.0.1:{port}: cannot listen (Address already in use); ")
     error = run_in_process("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
-    assert isinstance(error, UnsupportedError) and str(error).startswith(f"{tmp_path / 'nowhere'}: does not exist")
+    assert isinstance(error, InputError) and str(error).startswith(f"{tmp_path / 'nowhere'}: does not exist")
 
 
 def test_serve_rejects_an_incomplete_model(example, tmp_path):

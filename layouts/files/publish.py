@@ -18,6 +18,7 @@ from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, expla
 WORK_FOLDER = ".ktconvert"  # work folder of an unfinished conversion, in its output
 REMOVAL_ATTEMPTS = 10  # number of attempts to remove a folder
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}  # of mkdir; /proc refuses with ENOENT
 MARK = "written by ktconvert, which may replace it"  # text in the metadata of single files that commands write
 MARK_RANGE = 64 << 10  # number of bytes at each end of a file in which MARK may be
 # Constants of renameat2.
@@ -106,14 +107,26 @@ def sync_tree(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, durably. Raises OutputError if one of them is a file."""
+    """Make a folder and its missing parents, durably. Raises OutputError if one of them is a file or not allowed."""
     if not path.is_dir():
         make_folder(path.parent)
         try:
-            path.mkdir(exist_ok=True)
+            make_single_folder(path)
         except FileExistsError:
-            raise OutputError("is a file, not a directory", "choose a different output", path=path) from None
+            if not path.is_dir():
+                raise OutputError("is a file, not a directory", "choose a different output", path=path) from None
         sync_folder(path.parent)
+
+
+def make_single_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder in an existing one. Raises OutputError if the system does not allow it."""
+    try:
+        path.mkdir(mode)
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        remedy = f"choose a different output, or make {path.parent} writable"
+        raise OutputError(f"cannot be created ({error.strerror})", remedy, path=path) from None
 
 
 def publish_path(partial: Path, final: Path) -> None:

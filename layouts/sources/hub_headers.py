@@ -214,7 +214,7 @@ def _new_file(path: Path) -> Iterator[Path]:
     """Yield the temporary path of a file of the cache, which then gets its name. Raises ResourceError."""
     partial = path.with_name(f".{os.getpid()}.{threading.get_ident()}.{path.name}")
     try:
-        publish.make_folder(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
     except OSError as error:

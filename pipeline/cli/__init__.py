@@ -61,9 +61,9 @@ Exit codes:
   2        invalid options
   3        unsupported model or method (the message lists the supported ones)
   4        not enough disk space or memory
-  5        bad input data, or a source that changed
+  5        an input that does not exist, is damaged or has changed
   6        verification failed
-  7        the output is in use, not ours, or was made with other options
+  7        the output cannot be written, is in use, not ours, or was made with other options
   130/143  interrupted (Ctrl-C, SIGTERM); continue with `ktconvert resume OUT`
 
 \b

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import UsageError, missing_path
 from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
-from ktconvert.pipeline.options.types import Integer
+from ktconvert.pipeline.options.types import FilePath, Integer, NamedPath, OutputPath
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -33,7 +33,9 @@ class Command(click.Command):
         text, title, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
 
         def callback(**params: Any) -> None:
-            function(build_settings(cls, params))
+            options = build_settings(cls, params)
+            _require_existing_paths(options)
+            function(options)
 
         super().__init__(
             name,
@@ -208,6 +210,22 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     if words:
         _refuse_usage(argument, "is given twice")
     return build(cls, values)
+
+
+def _require_existing_paths(options: Options) -> None:
+    """Raise InputError for a path to read that does not exist. Code that resolves hub ids raises it for these."""
+    for option_field in option_fields(type(options)):
+        click_type, value = option_field.click_type, option_field.get(options)
+        if value is None or not isinstance(click_type, FilePath) or isinstance(click_type, OutputPath):
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            path = item[1] if isinstance(click_type, NamedPath) else item
+            try:
+                path.expanduser().stat()
+            except (FileNotFoundError, NotADirectoryError):
+                raise missing_path(path) from None
+            except OSError:  # the command explains why it cannot be read
+                continue
 
 
 def _refuse_usage(argument: str, problem: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import Options, option_fields
@@ -40,8 +40,9 @@ def limit_optional_threads(requested: int | None, note: Callable[[str], None]) -
 def check_file(option: str, path: Path | None, endings: Collection[str] = (), *, replace: bool = True) -> None:
     """Raise an error if the file that an option names cannot or must not be written.
 
-    Raises UsageError for a wrong name or folder, and for a file that the command reads or writes under a different
-    option. Raises OutputError for a file that ktconvert did not write, unless the caller checks that (not `replace`).
+    Raises UsageError for a wrong name, and for a file that the command reads or writes under a different option. Raises
+    OutputError for a folder that cannot be written, and for a file that ktconvert did not write, unless the caller
+    checks that (not `replace`).
     """
     if path is None:
         return
@@ -49,9 +50,9 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = (), *,
     if endings and path.suffix.lower() not in endings:
         raise UsageError(f"{option} {path}: give a file with the ending {' or '.join(endings)}.")
     if not real_path.parent.is_dir():
-        raise UsageError(f"{option} {path}: directory {real_path.parent} does not exist; create it first.")
+        raise OutputError(f"{option} {path}: directory {real_path.parent} does not exist; create it first.")
     if real_path.is_dir() or not os.access(real_path.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: not writable; choose a different path.")
+        raise OutputError(f"{option} {path}: not writable; choose a different path.")
     context = click.get_current_context()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import OutputError, missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
@@ -72,7 +72,9 @@ def status(options: StatusOptions) -> None:
 
 
 def read_status(output: Path) -> dict[str, Any]:
-    """Return the status of the conversion into this output. Raises OutputError if there is none.
+    """Return the status of the conversion into this output.
+
+    Raises OutputError if there is none, InputError if the path does not exist.
 
     state    "finished", "running" or "stopped"; "running" if a process works on the output, or may do so on a host
              that is not visible from here
@@ -90,6 +92,8 @@ def read_status(output: Path) -> dict[str, Any]:
         if saved is None:
             if output.is_dir() and manifest.read_manifest(output) is not None:
                 return {"output": str(output), "state": FINISHED}
+            if not output.exists():
+                raise missing_path(output)
             raise OutputError(f"{output}: has no conversion; start one.")
         try:
             document = _read_work_directory(paths, saved)

@@ -172,7 +172,7 @@ def require_free_side_output(plan: Plan, finished: FinishedUnits, may_replace: b
             f"{side_output.folder} exists already; choose a different folder, or replace it with --overwrite."
         )
     if not folder.parent.is_dir():
-        raise UsageError(f"{side_output.folder}: its parent folder does not exist; create it first.")
+        raise OutputError(f"{side_output.folder}: its parent folder does not exist; create it first.")
 
 
 def require_side_output(plan: Plan) -> None:

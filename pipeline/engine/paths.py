@@ -110,13 +110,11 @@ def make_private_folder(root: Path) -> None:
     """
     publish.make_folder(root.parent)
     try:
-        root.mkdir(mode=PRIVATE)
+        publish.make_single_folder(root, PRIVATE)
         publish.sync_folder(root.parent)
         return
     except FileExistsError:
         pass
-    except FileNotFoundError as error:  # of a file system like /proc
-        raise OutputError(f"cannot be created ({error.strerror})", ELSEWHERE, path=root) from None
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:

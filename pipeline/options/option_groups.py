@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import UsageError, missing_path
 from ktconvert.layouts.files.documents import Count
 from ktconvert.layouts.files.facts import MachineFacts
 from ktconvert.native_quant import machine
@@ -220,11 +220,16 @@ class ArchFile(Options):
     )
 
     def load_text(self) -> str | None:
-        """Return the content of the file, None without one. Raises UsageError if it is unreadable."""
+        """Return the content of the file, None without one.
+
+        Raises InputError if it does not exist, UsageError if it is unreadable.
+        """
         if self.arch_file is None:
             return None
         try:
             return self.arch_file.read_text()
+        except FileNotFoundError:
+            raise missing_path(self.arch_file) from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}); give a TOML file.") from error
 

@@ -45,7 +45,7 @@ FORMAT_BY_WORD = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) f
 
 
 class BenchOptions(Options):
-    output: Path = option("Output, or checkpoint.", FilePath(absolute=True), argument="output", default=REQUIRED)
+    output: Path = option("Output, or checkpoint.", OutputPath(absolute=True), argument="output", default=REQUIRED)
     layer: int | None = option("Layer to compute.", Integer(min=0), unset="the first")
     tokens: Any = option(
         "Numbers of tokens per forward, separated by commas.", TokenCountList(), default="1,4,16,64,256,1024"
@@ -187,7 +187,7 @@ class ModelsOptions(Options):
 
 class StatusOptions(Options):
     output: Path = option(
-        "Output of an unfinished conversion.", FilePath(absolute=True), argument="output", default=REQUIRED
+        "Output of an unfinished conversion.", OutputPath(absolute=True), argument="output", default=REQUIRED
     )
     watch: bool = option("Refresh every two seconds until no process works on the output.", default=False)
     as_json: bool = option("Print one JSON object; with --watch, one per line.", flags=("--json",), default=False)
@@ -223,7 +223,7 @@ class VerifyOptions(Options, command="verify"):
 
     output: Path = option(
         "Output of ktconvert or kt-kernel.",
-        FilePath(absolute=True),
+        OutputPath(absolute=True),
         argument="output",
         default=REQUIRED,
         group=Group.INPUT,

@@ -88,11 +88,11 @@ class FilePath(click.Path):
     """A file or a directory as a Path, never empty text.
 
     absolute   return an absolute path
-    directory  accept only an existing directory
+    directory  refuse files
     """
 
     def __init__(self, *, absolute: bool = False, directory: bool = False) -> None:
-        super().__init__(path_type=Path, exists=directory, file_okay=not directory)
+        super().__init__(path_type=Path, file_okay=not directory)
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
@@ -120,7 +120,7 @@ class NamedPath(FilePath):
 
 
 class OutputPath(FilePath):
-    """A file or a directory that the command writes."""
+    """A file or a directory that the command writes, or an output that may be unfinished: it need not exist."""
 
 
 class PathOrHubId(click.types.StringParamType):

@@ -1,0 +1,95 @@
+"""Paths that commands read: if one does not exist, every command says so, with the exit code of InputError."""
+
+from collections.abc import Iterator
+
+import click
+import numpy as np
+import pytest
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.options.types import FilePath, OutputPath, PathOrHubId
+from rig import gguf
+from rig.conversion import run_in_process
+from rig.safetensors import write_file
+
+# Command -> arguments with which it reads all of its paths; its positional argument comes first; {out} does not exist
+ARGUMENTS = {
+    "cpu": "-i {gguf} -o {out} --scale imatrix",
+    **dict.fromkeys(("gpu", "calibrate", "dequantize", "fetch"), "-i {model} -o {out}"),
+    "merge-adapter": "-i {model} -o {out} --adapter {adapter}",
+    "convert-adapter": "{adapter} --model {model} -o {out}",
+    "merge": "-i {loose} -o {out}",
+    "resplit": "-i {converted} -o {out} --numa 2",
+    **dict.fromkeys(("resume", "status", "bench", "verify"), "{converted}"),
+    **dict.fromkeys(("inspect", "models"), "{model}"),
+    **dict.fromkeys(("fit", "up"), "{gguf}"),
+    "experts": "{counts} -o {out}.json --num-gpu-experts 1 --format sglang",
+    "train": "-i {model} -o {out} --dataset {text}",
+    "run": "{model} --cpu-weights {converted} --prompt x",
+    "serve": "{model} --cpu-weights {converted}",
+    "eval": "{model} --text {text} --cpu-weights {converted}",
+    "doctor": "",
+}
+EXCEPTIONS = {
+    ("cpu", "--dataset"): "-i {model} -o {out} --scale gptq",
+    ("eval", "--gpu-weights"): "{model} --text {text}",
+    ("models", "--check"): "",
+}
+OUTPUTS = {"resume", "status", "bench", "verify"}  # their argument may be an unfinished output, which does not exist
+
+
+def list_paths() -> Iterator[tuple[str, str]]:
+    """Yield each command with each argument or option that names a path to read."""
+    context = click.Context(group)
+    for name in COMMANDS:
+        command = group.get_command(context, name)
+        assert command is not None
+        for parameter in command.params:
+            is_argument = isinstance(parameter, click.Argument)
+            is_read = not isinstance(parameter.type, OutputPath) or (is_argument and name in OUTPUTS)
+            if isinstance(parameter.type, FilePath | PathOrHubId) and is_read:
+                yield name, parameter.opts[0]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, example, packed_example):
+    """Return the paths in ARGUMENTS by name."""
+    root = tmp_path_factory.mktemp("places")
+    (root / "text.txt").write_text("A text. " * 100)
+    (root / "adapter").mkdir()
+    for file in ("adapter_config.json", "fused_expert_lora.safetensors"):
+        (root / "adapter" / file).touch()
+    write_file(root / "counts.safetensors", {"counts": ("I64", np.ones((2, 8), np.int64))})
+    return {
+        "model": example,
+        "out": root / "out",
+        "text": root / "text.txt",
+        "adapter": root / "adapter",
+        "counts": root / "counts.safetensors",
+        "gguf": gguf.write(root / "model.gguf", *gguf.quantize_example(example)),
+        "converted": packed_example("int4", 1),
+        "loose": packed_example("int4", 1, "--no-merge-safetensor"),
+    }
+
+
+@pytest.mark.parametrize(("name", "path"), list_paths())
+def test_a_missing_path_has_one_exit_code(name, path, places, tmp_path):
+    missing = str(tmp_path / "absent.safetensors")
+    words = EXCEPTIONS.get((name, path), ARGUMENTS[name]).format(**places).split()
+    if path in words:
+        words[words.index(path) + 1] = missing
+    elif path.startswith("-"):
+        words += [path, missing]
+    elif words[0] == "-i":
+        words[:2] = [missing]
+        del words[words.index("-o")]
+    else:
+        words[0] = missing
+    error = run_in_process(name, *words).exception
+    assert type(error) is InputError, error
+    assert missing in str(error) and ("does not exist" in str(error) or "no such" in str(error))
+
+
+def test_every_command_with_a_path_has_a_case():
+    assert {name for name, _ in list_paths()} == {*ARGUMENTS}
