@@ -48,7 +48,7 @@ def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch:
         assert Requirement(requirement[0]).extras == {"run"}
 
 
-@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"].keys() - {"dev"})
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"].keys() - {"dev"}))
 def test_torch_for_the_cpu_is_installed_first(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an extra needs torch, torch is missing, and the machine has no NVIDIA GPU."""
     needs_torch = any(Requirement(text).name == "torch" for text in PROJECT["optional-dependencies"][extra])
