@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import explain_size
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor, explain_missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import USUAL_COUNTS

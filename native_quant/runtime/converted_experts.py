@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction, read_functions
 from ktconvert.layouts.checkpoints.recognition import function_by_config
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, explain_missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format

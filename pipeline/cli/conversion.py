@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.errors import OutputError, UsageError
+from ktconvert.layouts.errors import OutputError, UsageError, explain_missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import OutputError, explain_missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import UsageError, explain_missing_path
 from ktconvert.layouts.files.documents import Count
 from ktconvert.layouts.files.facts import MachineFacts
 from ktconvert.native_quant import machine

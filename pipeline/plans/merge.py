@@ -13,7 +13,7 @@ import msgspec
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.expert_function import read_functions
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, explain_missing_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
