@@ -21,9 +21,8 @@ SERVER_MEMORY = 4 << 30  # of a server that uses a GPU: Python, torch, libraries
 OWN_SERVER_MEMORY = 480_000_000  # of `ktconvert serve` without a GPU: Python, torch, transformers; measured
 CARD_MEMORY = 1 << 30  # of CUDA's context and graphs, on each card
 PREFILL_TOKENS = {SGLANG: 4096, KTCONVERT: 512}  # that a server computes together
-ATTENTION_COPIES = (
-    2  # of a layer's keys and values for all heads: equals the measured growth by tokens; the cause is not verified
-)
+# Of a layer's keys and values for all heads. This equals the measured growth by tokens; the cause is not verified.
+ATTENTION_COPIES = 2
 ACTIVATIONS = 12  # vectors of the hidden size that a token of a prefill needs, in BF16
 CPU_SHARE = 0.8  # of the read bandwidth of memory, if the cores decode fast enough
 GPU_SHARE = 0.7  # of the bandwidth of a card's memory
