@@ -13,7 +13,7 @@ import msgspec
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.expert_function import read_functions
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, explain_missing_path
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, absent_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
@@ -50,7 +50,7 @@ def plan_merge(options: MergeOptions) -> Plan:
     options = with_values(options, with_companions=original is not None)
     root = Path(options.input)
     if not root.exists():
-        raise explain_missing_path(root, "give an output of --no-merge-safetensor")
+        raise absent_path(root, "give an output of --no-merge-safetensor")
     if root.is_dir():
         loose.require_plain_numbers(root)
     folders = loose.find_layers(root) if root.is_dir() else {}
