@@ -26,8 +26,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype and sha
 
 
 def check_files(output: Output, _measure: Measure) -> Check:
-    """Check that every file of the manifest exists with its size and can be read, and that there is no extra file."""
+    """Check that every file of the manifest exists with its size and can be read, and that no extra file contains weights."""
     notes: list[str] = []
+    extra_files = "no extra files"
     listed = {file.name for file in output.listed_files}
     problems = list(output.damaged_files.values())
     extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
@@ -40,6 +41,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         if harmless := [name for name in extra if name not in foreign]:
             more = f" and {len(harmless) - 3} more" if len(harmless) > 3 else ""
             notes.append(f"not in the manifest: {', '.join(harmless[:3])}{more}")
+            extra_files = plural(len(harmless), "extra file")
     else:
         missing = "no manifest, as in kt-kernel's own outputs"
         notes.append(f"{missing}: only --against SOURCE can check the contents")
@@ -48,7 +50,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         f"{name} does not belong to the output, and kt-kernel may load it; move it elsewhere" for name in foreign
     ]
     count = len(listed) or len(output.shards) or len(output.tensors)
-    return Check("files", f"{plural(count, 'file')}, no extra files", problems, notes)
+    return Check("files", f"{plural(count, 'file')}, {extra_files}", problems, notes)
 
 
 def _find_foreign_files(output: Output) -> list[str]:
