@@ -96,7 +96,7 @@ def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError
     return InputError(problem, remedy, path=path)
 
 
-def missing_path(path: Path | str, remedy: str = "check the path") -> InputError:
+def absent_path(path: Path | str, remedy: str = "check the path") -> InputError:
     """Return the error for a file or directory to read that does not exist."""
     return InputError("does not exist", remedy, path=path)
 
@@ -106,6 +106,6 @@ def unreadable_file(
 ) -> InputError:
     """Return the error for a file that the system does not open or read, with a remedy for the reason."""
     if isinstance(error, FileNotFoundError):
-        return missing_path(path, f"check the path, or {REMEDY}")
+        return absent_path(path, f"check the path, or {REMEDY}")
     denied = isinstance(error, PermissionError)
     return bad_file(path, f"{problem} ({error.strerror})", PERMISSION if denied else remedy)

@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import explain_size
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor, missing_path
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, absent_path, bad_tensor
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import USUAL_COUNTS
@@ -248,7 +248,7 @@ def _read_native_output(path: Path) -> Mapping[str, Any] | None:
 def open_checkpoint_experts(path: Path) -> CheckpointExperts:
     """Open a checkpoint. Reads its headers again only if a file has changed."""
     if not path.exists():
-        raise missing_path(path, "give a directory of experts or a GGUF file")
+        raise absent_path(path, "give a directory of experts or a GGUF file")
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may point to any name
     with _advise_conversion(path):
         return CheckpointExperts(path, _open_model(place, directory_state(path)))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction, read_functions
 from ktconvert.layouts.checkpoints.recognition import function_by_config
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, missing_path
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, absent_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
@@ -258,7 +258,7 @@ def open_converted(path: Path) -> ConvertedExperts:
     """Open a converted directory. Reads it again only if a file has changed."""
     remedy = "give an output of `ktconvert cpu` or kt-kernel, or a GGUF file"
     if not path.exists():
-        raise missing_path(path, remedy)
+        raise absent_path(path, remedy)
     if not path.is_dir():
         raise UnsupportedError("not a directory", remedy, path=path)
     source = _open(path.resolve(), directory_state(path))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, KTConvertError, missing_path, unreadable_file
+from ktconvert.layouts.errors import InputError, KTConvertError, absent_path, unreadable_file
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.sources.containers.safetensors import MOST_NUMBERS
@@ -92,7 +92,7 @@ def read_any_counts(path: Path) -> I64:
             raise InputError(f"{path}: {problem}; {remedy}")
         return read_folder_counts(path)
     if not path.exists():
-        raise missing_path(path)
+        raise absent_path(path)
     if (read := READERS.get(path.suffix)) is None:
         raise InputError(f"{path}: not a folder, and its name does not end with {', '.join(READERS)}; {RECORD_AGAIN}")
     return read(path)

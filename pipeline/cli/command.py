@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from ktconvert.layouts.errors import UsageError, missing_path
+from ktconvert.layouts.errors import UsageError, absent_path
 from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import FilePath, Integer, NamedPath, OutputPath
@@ -223,7 +223,7 @@ def _require_existing_paths(options: Options) -> None:
             try:
                 path.expanduser().stat()
             except (FileNotFoundError, NotADirectoryError):
-                raise missing_path(path) from None
+                raise absent_path(path) from None
             except OSError:  # the command explains why it cannot be read
                 continue
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.errors import OutputError, UsageError, missing_path
+from ktconvert.layouts.errors import OutputError, UsageError, absent_path
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -222,7 +222,7 @@ def resume_conversion(options: ResumeOptions) -> None:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter)
         if not options.output.exists():
-            raise missing_path(options.output)
+            raise absent_path(options.output)
         raise OutputError(
             f"{options.output}: not an unfinished conversion; start one with `ktconvert "
             f"{'`, `'.join(CONVERSION_OPTIONS)}` or `train`."

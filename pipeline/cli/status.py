@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import OutputError, missing_path
+from ktconvert.layouts.errors import OutputError, absent_path
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
@@ -93,7 +93,7 @@ def read_status(output: Path) -> dict[str, Any]:
             if output.is_dir() and manifest.read_manifest(output) is not None:
                 return {"output": str(output), "state": FINISHED}
             if not output.exists():
-                raise missing_path(output)
+                raise absent_path(output)
             raise OutputError(f"{output}: has no conversion; start one.")
         try:
             document = _read_work_directory(paths, saved)

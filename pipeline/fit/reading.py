@@ -48,6 +48,7 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
             download = sum(shard.size for shard in source.shards) if remote else 0
             shape = read_shape(model, numa, runtime, download)
             names = Names(name, find_stem(name), remote is None, name, revision, arch_file)
+            names = replace(names, shared_experts=model.has_shared_experts)
             if source.container.experts_only:
                 names = _name_rest(names, source, options.config, pinned=pinned)
                 note = note or _explain_rest(name, options.config)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from ktconvert.layouts.errors import UsageError, missing_path
+from ktconvert.layouts.errors import UsageError, absent_path
 from ktconvert.layouts.files.documents import Count
 from ktconvert.layouts.files.facts import MachineFacts
 from ktconvert.native_quant import machine
@@ -223,7 +223,7 @@ class ArchFile(Options):
         try:
             return self.arch_file.read_text()
         except FileNotFoundError:
-            raise missing_path(self.arch_file) from None
+            raise absent_path(self.arch_file) from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}); give a TOML file.") from error
 

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ALL, ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, UsageError, VerificationError, missing_path
+from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
@@ -113,7 +113,7 @@ def require_finished(path: Path) -> None:
         problem = "is the work directory of an unfinished conversion"
         raise VerificationError(f"{path}: {problem}; run `ktconvert resume {output}`.")
     if not path.exists():
-        raise missing_path(path, "give the directory of an output")
+        raise absent_path(path, "give the directory of an output")
 
 
 def _open_other(path: Path) -> Output:
