@@ -429,8 +429,9 @@ def test_cpu_prints_the_command_that_starts_sglang(tmp_path: Path, method: str, 
     ("facts", "expected"), [({"shared_experts": False}, False), ({"shared_experts": True}, True), ({}, True)]
 )
 def test_only_models_that_may_have_shared_experts_disable_their_fusion(facts: Any, expected: bool) -> None:
-    for_cpu = launch.serve_cpu_experts({"numa": 1, "method": "AMXINT8", **facts}, "out", "model", sliced=True)
-    for_gpu = launch.serve_whole_model({"method": "W4A16", **facts}, "out")
+    facts |= {"numa": 1, "method": "AMXINT8"}
+    for_cpu = launch.serve_cpu_experts(facts, "out", "model", sliced=True)
+    for_gpu = launch.serve_whole_model(facts, "out")
     assert (FUSION in for_cpu) == (FUSION in for_gpu) == expected
 
 
