@@ -41,7 +41,7 @@ COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)  # layer
 ORDER = [[0, 1, 2, 3], [3, 0, 2, 1], [2, 0, 3, 1]]
 # The options that both servers have, and those of sglang-kt (srt/arg_groups/fields/exec_.py and srt/server_args.py).
 COMMON = {"--model", "--kt-weight-path", "--kt-method", "--kt-cpuinfer", "--kt-threadpool-count"}
-COMMON |= {"--kt-num-gpu-experts", "--init-expert-location", "--disable-shared-experts-fusion"}
+COMMON |= {"--kt-num-gpu-experts", "--init-expert-location", FUSION := "--disable-shared-experts-fusion"}
 ONLY_FORK = {"--kt-expert-placement-strategy", "--kt-gpu-experts-ratio"}
 
 
@@ -407,7 +407,6 @@ def test_an_output_with_counts_starts_its_server(tmp_path: Path) -> None:
     options = options_of(run(*arguments, "--num-gpu-experts", 2)["command"])
     assert options["--model"] == str(model) and options["--kt-weight-path"] == str(folder)
     assert (options["--kt-method"], options["--kt-threadpool-count"]) == ("AMXINT8", "2")
-    assert options["--disable-shared-experts-fusion"] == ""
 
 
 @pytest.mark.parametrize(
@@ -421,9 +420,19 @@ def test_cpu_prints_the_command_that_starts_sglang(tmp_path: Path, method: str, 
     assert result.exception is None, result.exception
     (command,) = re.findall(r"^note: to serve it with .*?: (python .*)$", result.output, re.MULTILINE)
     options = options_of(command)
-    assert options.keys() == COMMON - {"--init-expert-location"}
+    assert options.keys() == COMMON - {"--init-expert-location", FUSION}  # the model has no shared experts
     assert (options["--model"], options["--kt-weight-path"]) == (str(model), str(tmp_path / "out"))
     assert (options["--kt-method"], options["--kt-threadpool-count"]) == (name, threadpools)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"), [({"shared_experts": False}, False), ({"shared_experts": True}, True), ({}, True)]
+)
+def test_only_models_that_may_have_shared_experts_disable_their_fusion(facts: Any, expected: bool) -> None:
+    facts |= {"numa": 1, "method": "AMXINT8"}
+    for_cpu = launch.serve_cpu_experts(facts, "out", "model", sliced=True)
+    for_gpu = launch.serve_whole_model(facts, "out")
+    assert (FUSION in for_cpu) == (FUSION in for_gpu) == expected
 
 
 # --- the servers' own functions -------------------------------------------------------------------

@@ -237,7 +237,8 @@ def test_zero_experts_are_reported_and_infinite_values_refused(
     experts = random_experts(2, 128, 256)
     experts["up"][1] = 0x8000  # negative zeros
     result = gpu(write_qwen(tmp_path / "source", {0: experts}))
-    assert "warning: model.layers.0.mlp.experts.1.up_proj is all zeros in the source" in result.stderr
+    expected = "layer 0, expert 1, up_proj (model.layers.0.mlp.experts.1.up_proj) is all zeros in the source"
+    assert f"warning: {expected}" in result.stderr
     cli("verify", tmp_path / "out", "--no-load")  # the scales show that the source was zero
     experts["down"][1, 7, 130] = 0x7F80
     result = gpu(write_qwen(tmp_path / "infinite", {0: experts}), to="no", code=5)

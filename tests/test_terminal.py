@@ -100,14 +100,14 @@ def test_the_most_important_note_is_printed_with_the_number_of_the_others(
     assert [f"note: {event['text']}" for event in events if event["event"] == "note"] == every
 
 
-def test_notes_during_the_work_are_counted_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_before_and_during_the_work_are_counted_once_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter()
     for text in ("first", "second"):
         reporter.note(text)
     reporter.begin(10, 0)
     reporter.note("third")
     reporter.end()
-    assert capsys.readouterr().err.splitlines() == ["note: first", "(1 more note: -v)", "(1 more note: -v)"]
+    assert capsys.readouterr().err.splitlines() == ["note: first", "(2 more notes: -v)"]
 
 
 def test_progress_of_a_download_is_one_line(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,9 @@ def test_both_readers_must_read_the_same(copy):
 def test_foreign_files_are_reported(copy, write_safetensors):
     output = copy("int4-merged")
     (output / "notes.txt").write_text("mine")
-    assert require_accepted(output)["notes"] == ["not in the manifest: notes.txt"]
+    document = require_accepted(output)
+    assert document["notes"] == ["not in the manifest: notes.txt"]
+    assert "1 extra file" in json.dumps(document) and "no extra files" not in json.dumps(document)
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
     assert f"original/{FIRST} does not belong to the output" in require_refused(output)

@@ -48,6 +48,7 @@ class CheckedFacts(TypedDict, total=False):
     without_counts  experts without input statistics, as in "layer 3: 0-5, 7"; likewise too_few_tokens (for GPTQ) and
                     equalized
     kept_layers     loose layers of an earlier output that stay in this one
+    shared_experts  whether the model also has experts that compute every token
     stacks          layers of each stack of layers or experts, as in "1, 3", if the model has several
     resplit_from    numbers of NUMA slices that the output had before, in order
     """
@@ -62,6 +63,7 @@ class CheckedFacts(TypedDict, total=False):
     hidden: Count | list[Count] | str
     intermediate: Count | list[Count] | str
     functions: dict[str, dict[str, Any]]
+    shared_experts: bool
     stacks: dict[str, str]
     dtypes: list[str]
     backward: bool

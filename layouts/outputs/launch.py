@@ -25,14 +25,17 @@ def make_options(
     numa: int | str = NUMA_NODES,
     placement: Sequence[str] = (PER_LAYER,),
     cores: int | str = CORES,
+    *,
+    shared_experts: bool = True,
 ) -> tuple[str, ...]:
     """Return the options of SGLang, each with its value; they are the same for upstream and for sglang-kt.
 
-    model      the checkpoint that has everything but the CPU's experts
-    weights    the CPU's experts, in a format of this method
-    numa       their number of NUMA slices; a format without slices suits any number of nodes
-    placement  options that choose the GPU's experts
-    cores      physical cores of the server
+    model           the checkpoint that has everything but the CPU's experts
+    weights         the CPU's experts, in a format of this method
+    numa            their number of NUMA slices; a format without slices suits any number of nodes
+    placement       options that choose the GPU's experts
+    cores           physical cores of the server
+    shared_experts  whether the model has them, or may have them
     """
     return (
         f"--model {shlex.quote(model)}",
@@ -42,7 +45,7 @@ def make_options(
         f"--kt-threadpool-count {numa}",
         *placement,
         # The default of sglang-kt. Upstream would route tokens to a shared expert that the CPU's half does not have.
-        "--disable-shared-experts-fusion",
+        *(("--disable-shared-experts-fusion",) if shared_experts else ()),
     )
 
 
@@ -52,16 +55,17 @@ def serve_cpu_experts(
     """Return the options for an output of `ktconvert cpu` with these facts; `sliced`: whether it has NUMA slices."""
     numa = facts["numa"] if sliced else NUMA_NODES
     # kt-kernel's names of methods do not have our prefix.
-    return make_options(model, folder, facts["method"].removeprefix("KT_"), numa, placement)
+    method = facts["method"].removeprefix("KT_")
+    return make_options(model, folder, method, numa, placement, shared_experts=facts.get("shared_experts", True))
 
 
 def serve_whole_model(
     facts: OutputFacts, folder: str, weights: str = CPU_EXPERTS, placement: Sequence[str] = (PER_LAYER,)
 ) -> tuple[str, ...]:
     """Return the options for an output of `ktconvert gpu`, which also has the CPU's experts if RAWINT4 reads them."""
-    if explain_not_rawint4(facts) is None:
-        return make_options(folder, folder, "RAWINT4", placement=placement)
-    return make_options(folder, weights, "AMXINT4", placement=placement)
+    weights, method = (folder, "RAWINT4") if explain_not_rawint4(facts) is None else (weights, "AMXINT4")
+    shared = facts.get("shared_experts", True)
+    return make_options(folder, weights, method, placement=placement, shared_experts=shared)
 
 
 def place_experts(path: Path, experts: str, *, by_counts: bool) -> tuple[str, ...]:

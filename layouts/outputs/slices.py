@@ -57,6 +57,12 @@ class TensorNames(Protocol):
     def describe(self, slice_id: SliceId, suffix: str) -> str: ...
 
 
+def explain_name(names: TensorNames, name: str) -> str:
+    """Return " (layer, expert, projection, ...)" for the name of an expert's tensor, for messages; "" for others."""
+    parsed = names.parse(name)
+    return "" if parsed is None else f" ({names.describe(*parsed)})"
+
+
 @dataclass(frozen=True)
 class NumaSlice:
     """One packed matrix [n, k]: a projection of an expert on a NUMA node.

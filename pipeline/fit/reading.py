@@ -52,6 +52,7 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
             download = sum(shard.size for shard in source.shards) if remote else 0
             names = Names(name, find_stem(name), remote is None, name, revision, arch_file)
             rests: tuple[RestForm, ...] = ()
+            names = replace(names, shared_experts=model.has_shared_experts)
             if source.container.experts_only:
                 names = _name_rest(names, source, options.config, pinned=pinned)
                 rests = _read_rests(model, options.config, archs, runtime)

@@ -35,6 +35,7 @@ class Names:
     arch_file        value of --arch-file
     config           value of --config: for a GGUF, the model that provides the rest, a path or a hub id
     config_revision  commit of that hub id
+    shared_experts   whether the model has them
     """
 
     model: str
@@ -45,6 +46,7 @@ class Names:
     arch_file: Path | None = None
     config: str | None = None
     config_revision: str | None = None
+    shared_experts: bool = True
 
     @property
     def source(self) -> str:
@@ -97,7 +99,7 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
     hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
     if _has_hot_experts(choice):
         yield from _choose_hot_experts(choice, names, hot, use)
-    yield Step("launch", _launch(choice, rest, weights, hot, machine, use))
+    yield Step("launch", _launch(choice, rest, weights, hot, machine, use, names.shared_experts))
 
 
 def _download(choice: Choice, names: Names) -> Iterator[Step]:
@@ -170,7 +172,7 @@ def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Ite
     )
 
 
-def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine, use: Use) -> str:
+def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine, use: Use, shared_experts: bool) -> str:
     if use.runtime == KTCONVERT:
         cpu_weights = () if weights == rest else ("--cpu-weights", weights)
         number = ("--num-gpu-experts", choice.gpu_experts) if choice.gpu_experts else ()
@@ -179,7 +181,8 @@ def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine,
     experts = f"--kt-num-gpu-experts {choice.gpu_experts}"
     placement = launch.place_experts(Path(hot), experts, by_counts=False) if _has_hot_experts(choice) else (experts,)
     cores = machine.cores or launch.CORES
-    options = launch.make_options(rest, weights, choice.form.method, machine.numa, placement, cores)
+    method, slices = choice.form.method, machine.numa
+    options = launch.make_options(rest, weights, method, slices, placement, cores, shared_experts=shared_experts)
     cards = len(machine.vram)
     sizes = (*((f"--tp-size {cards}",) if cards > 1 else ()), f"--context-length {use.context}")
     return launch.join_command((*options, *sizes, f"--max-running-requests {use.sequences}"))

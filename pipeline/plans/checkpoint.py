@@ -168,6 +168,7 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
         "intermediate": intermediate,
         "functions": record_functions({layer: model.functions[layer] for layer in layers}),
         "dtypes": sorted(model.dtypes),
+        "shared_experts": model.has_shared_experts,
         **({"stacks": dict(model.stacks)} if model.stacks else {}),
     }
 

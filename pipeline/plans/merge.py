@@ -37,8 +37,8 @@ from ktconvert.pipeline.stages import merge_loose_files
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
 # Facts of the layers' manifest that also hold for the merged output
 KEPT_FACTS = (
-    *("architecture", "layout", "functions", "dtypes", *checkpoint.CODE_FACTS, "without_counts"),
-    *("too_few_tokens", "equalized", "resplit_from"),
+    *("architecture", "layout", "functions", "dtypes", "shared_experts", *checkpoint.CODE_FACTS),
+    *("without_counts", "too_few_tokens", "equalized", "resplit_from"),
 )
 SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest, in the order of Measure.shapes
 REMEDY = "convert it again, or name the layers to merge with --layers"
@@ -200,8 +200,8 @@ def read_manifest_facts(root: Path) -> OutputFacts:
         read_functions(facts.get("functions", {}))
     except InputError as error:
         raise VerificationError(f"{root / manifest.NAME}: {error.text}; convert again.") from None
-    # read_manifest checks the type of resplit_from.
-    for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):
+    # read_manifest checks the types of resplit_from and shared_experts.
+    for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "shared_experts", "functions")):
         if not all(isinstance(text, str) and text.isprintable() for text in _list_texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."

@@ -121,7 +121,7 @@ class Reporter:
         *,
         chained_bytes: int | None = None,
     ) -> None:
-        """Start to show progress, below the number of hidden notes.
+        """Start to show progress.
 
         total_bytes    bytes of input
         done_bytes     bytes of input that belong to finished units
@@ -130,7 +130,6 @@ class Reporter:
         chained_bytes  bytes of input of the remaining units in chains, which take the time; the speed is measured over
                        whole ones, as most of the time of each passes before its first bytes are done. None: no chains
         """
-        self.count_hidden_notes()
         (self._units_done, self._units) = units
         self._amount = amount
         self._total = total_bytes

@@ -241,7 +241,8 @@ def _make_nonzero_linear(work: ExpertsToWrite, item: LinearId, buffer: Bytes, co
     packed = work.make_linear(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in packed):
         numa_slice, _ = packed[0]
-        name = work.names.tensor_name(numa_slice.id, "").removesuffix(".")
+        linear = f"layer {numa_slice.id.layer}, expert {numa_slice.id.expert}, {numa_slice.id.projection}_proj"
+        name = f"{linear} ({work.names.tensor_name(numa_slice.id, '').removesuffix('.')})"
         context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
     return packed
 

@@ -23,6 +23,7 @@ from ktconvert.layouts.outputs.slices import (
     Slicing,
     TensorNames,
     allocate_slices,
+    explain_name,
 )
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
@@ -103,6 +104,7 @@ class ResplitWork(ExpertsToWrite):
         except ValueError as error:
             name = self.names.tensor_name(old[0][0].id, tensor_suffixes(self.fmt.encoding)[0])
             high = self.fmt.encoding.grid.high
+            name += explain_name(self.names, name)
             problem = f"{name} or a different NUMA slice of this linear has a code outside -{high}..{high}"
             raise InputError(f"{self.output.root}: {problem}; convert it again.") from error
 
@@ -118,7 +120,8 @@ class ResplitWork(ExpertsToWrite):
         read = self.output.make_reader(numa_slice.id, tensor_suffixes(self.fmt.encoding))
         for find_defect in self.fmt.encoding.defect_checks[1:]:
             if find_defect is not None and (defect := find_defect(read, numa_slice.n, numa_slice.k)):
-                raise InputError(f"{self.output.root}: {info.name} in {info.file}: {defect}; convert it again.")
+                where = explain_name(self.output.names, info.name)
+                raise InputError(f"{self.output.root}: {info.name} in {info.file}{where}: {defect}; convert it again.")
         return arrays
 
 

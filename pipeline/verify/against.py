@@ -12,6 +12,7 @@ from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.slices import explain_name
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
@@ -295,6 +296,7 @@ def compare_tensor(
     output: Output, other_output: Output, name: str, info: TensorInfo, other_info: TensorInfo
 ) -> str | None:
     """Return how a tensor differs between two outputs; None if it does not."""
+    name += explain_name(output.names, name)
     if info.nbytes != other_info.nbytes:
         return f"{name} has {info.nbytes} bytes, {other_info.nbytes} in {other_output.root}"
     for start in range(0, info.nbytes, CHUNK_BYTES):

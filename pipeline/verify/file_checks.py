@@ -13,6 +13,7 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output, list_files
+from ktconvert.layouts.outputs.slices import explain_name
 from ktconvert.layouts.sources.containers.container import Header
 from ktconvert.layouts.sources.containers.safetensors import INDEX, PART
 from ktconvert.pipeline.report.progress import Reporter
@@ -26,8 +27,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype and sha
 
 
 def check_files(output: Output, _measure: Measure) -> Check:
-    """Check that every file of the manifest exists with its size and can be read, and that there is no extra file."""
+    """Check that every file of the manifest has its size and can be read, and that no other file has weights."""
     notes: list[str] = []
+    extra_files = "no extra files"
     listed = {file.name for file in output.listed_files}
     problems = list(output.damaged_files.values())
     extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
@@ -40,6 +42,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         if harmless := [name for name in extra if name not in foreign]:
             more = f" and {len(harmless) - 3} more" if len(harmless) > 3 else ""
             notes.append(f"not in the manifest: {', '.join(harmless[:3])}{more}")
+            extra_files = plural(len(harmless), "extra file")
     else:
         missing = "no manifest, as in kt-kernel's own outputs"
         notes.append(f"{missing}: only --against SOURCE can check the contents")
@@ -48,7 +51,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
         f"{name} does not belong to the output, and kt-kernel may load it; move it elsewhere" for name in foreign
     ]
     count = len(listed) or len(output.shards) or len(output.tensors)
-    return Check("files", f"{plural(count, 'file')}, no extra files", problems, notes)
+    return Check("files", f"{plural(count, 'file')}, {extra_files}", problems, notes)
 
 
 def _find_foreign_files(output: Output) -> list[str]:
@@ -81,13 +84,16 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     for name, shard in output.weight_map.items():
         if shard in damaged or shard not in output.shards:
             continue
+        where = explain_name(output.names, name)
         if name not in stored:
-            problems.append(f"{INDEX} names {name} in {shard}, which does not contain it")
+            problems.append(f"{INDEX} names {name} in {shard}, which does not contain it{where}")
         elif stored[name].file != shard:
-            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} contains it")
+            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} contains it{where}")
     unnamed = stored.keys() - output.weight_map.keys()
     problems += [
-        f"{info.file} contains {name}, which {INDEX} does not name" for name, info in stored.items() if name in unnamed
+        f"{info.file} contains {name}, which {INDEX} does not name{explain_name(output.names, name)}"
+        for name, info in stored.items()
+        if name in unnamed
     ]
     total = sum(info.nbytes for info in stored.values())
     if output.total_size == 0 and output.manifest is None:

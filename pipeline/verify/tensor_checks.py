@@ -79,16 +79,21 @@ def check_tensors(output: Output, measure: Measure) -> Check:
                 key = numa_slice.id, tensor.name
                 used.add(key)
                 stored = output.tensors.get(key)
+                where = f" ({output.names.describe(*key)})"
                 if stored is None:
-                    problems.append(f"{output.names.tensor_name(*key)} is missing ({output.names.describe(*key)})")
+                    problems.append(f"{output.names.tensor_name(*key)} is missing{where}")
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
                     expected_text = f"{layer_fmt.name} of {numa_slice.n} x {numa_slice.k} has {tensor.nbytes}"
-                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {expected_text}")
+                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {expected_text}{where}")
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     stored_text = f"{stored.dtype} of shape {list(stored.shape)}"
                     expected_text = f"{tensor.dtype} {list(tensor.shape)}"
-                    problems.append(f"{stored.name} in {stored.file} is {stored_text}, must be {expected_text}")
-    problems += [f"{s.name} in {s.file} is unexpected" for key, s in output.tensors.items() if key not in used]
+                    problems.append(f"{stored.name} in {stored.file} is {stored_text}, must be {expected_text}{where}")
+    problems += [
+        f"{s.name} in {s.file} is unexpected ({output.names.describe(*key)})"
+        for key, s in output.tensors.items()
+        if key not in used
+    ]
     problems += list(_find_size_conflicts(output, measure))
     planned = output.facts.get("packed_linears")
     weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
