@@ -88,7 +88,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, ex
         (["cpu", "-i", "{out}/missing", "-o", "{out}"], 5),
         (["merge", "-i", "{example}", "-o", "{out}"], 5),
         (["cpu", "-i", "{example}", "-o", "{out}", "--input-type", "fp8"], 5),
-        (["resume", "{out}"], 7),
+        (["resume", "{out}"], 5),
         (["cpu", "-i", "{example}", "-o", f"{__file__}/x", "-q"], 7),
         (["nonsense"], 2),
         (["cpu", "--threads", "many"], 2),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from rig import hf, reference, stored
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, make, make_config
@@ -188,11 +188,12 @@ def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, c
             case.weights,
             r"has num_experts 8, not 4 \(from its byte counts\); these weights belong to a different model",
         ),
-        (other, tmp_path / "nowhere", "nowhere"),
         (other, tmp_path, "has no weights"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             load(model, weights)
+    with pytest.raises(InputError, match="nowhere: does not exist"):
+        load(other, tmp_path / "nowhere")
 
 
 LOCAL = {"num_local_experts": EXPERTS, "head_dim": 32}

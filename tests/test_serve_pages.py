@@ -211,7 +211,7 @@ def test_only_the_key_of_the_file_opens_the_server(key, status, url):
     ("name", "problem"),
     [
         ("empty", "has no API key; it must be one line of ASCII."),
-        ("missing", "cannot be read (No such file or directory); give --api-key-file a file with the key."),
+        ("missing", "does not exist; check the path."),
         ("folder", "cannot be read (Is a directory); give --api-key-file a file with the key."),
     ],
 )

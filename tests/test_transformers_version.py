@@ -72,7 +72,7 @@ def test_messages_name_the_remedy(version, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", "nowhere", "--text", "nothing")]
+    "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", __file__, "--text", __file__)]
 )
 def test_an_older_version_is_rejected_before_its_import(command, cli, example, tmp_path):
     claim(tmp_path, "5.16.1")
