@@ -65,7 +65,7 @@ def pools() -> list[Pool]:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("activations", ["bf16", "int8"], ids=["14 bits", "8 bits"])
+@pytest.mark.parametrize("activations", ["bf16", "int8"], ids=["14bits", "8bits"])
 @pytest.mark.parametrize("name", (*FORMATS, "FP8_PERCHANNEL", "MXFP8", "NVFP4", "RAWINT4", "GPTQ_INT4"))
 def test_neither_threads_nor_the_batch_change_a_bit(name: str, activations: str, pools: list[Pool]) -> None:
     """Each expert has more than 32 tokens. Tokens are also computed alone and in a different order."""

@@ -110,13 +110,13 @@ def compare_sums(isa: str, kind: str, blocks: Any, activations: Any, int8: bool)
             np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["14 bits", "8 bits"])
+@pytest.mark.parametrize("int8", [False, True], ids=["14bits", "8bits"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_instruction_sets_give_the_same_sums(isa, kind, int8):
     compare_sums(isa, kind, gguf.blocks(kind, 64, 768), np.resize(floats.activations(40, 768), (70, 768)), int8)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["14 bits", "8 bits"])
+@pytest.mark.parametrize("int8", [False, True], ids=["14bits", "8bits"])
 @pytest.mark.parametrize("activation", [0x3FFF, 0xBFFF], ids=["positive", "negative"])
 @pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF], ids=hex)
 @pytest.mark.parametrize("kind", BLOCKS)
