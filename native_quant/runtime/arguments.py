@@ -47,18 +47,23 @@ def require_array(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shap
 
     meaning  description of the values, for the message
     """
-    if not isinstance(value, np.ndarray) or value.dtype not in dtypes or not _fits_shape(shape, value.shape):
+    is_array = isinstance(value, np.ndarray) and value.dtype in dtypes
+    if not is_array or (value.shape != shape and not _fits_shape(shape, value.shape)):
         kinds = " or ".join(dtype.name for dtype in dtypes)
         needed = f"{kinds} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
         raise ArgumentError(f"{name} must be a NumPy array {needed}, not {describe(value)}")
-    if not value.flags.c_contiguous or not value.flags.aligned:
+    flags = value.flags
+    if not flags.c_contiguous or not flags.aligned:
         raise ArgumentError(f"{name} must be contiguous and aligned; pass np.ascontiguousarray({name})")
 
 
 def _fits_shape(shape: Shape, actual: tuple[int, ...]) -> bool:
     if len(shape) != len(actual):
         return False
-    return all(required == size or isinstance(required, str) for required, size in zip(shape, actual, strict=True))
+    for required, size in zip(shape, actual, strict=True):  # all() takes twice as long, for each array of each forward
+        if required != size and not isinstance(required, str):
+            return False
+    return True
 
 
 def describe(value: Any) -> str:

@@ -324,7 +324,8 @@ class KTExperts:
 
         Raises ArgumentError for no expert per token, and for too many.
         """
-        require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
+        if not 1 <= topk <= lib.KTQ_MAX_TOPK:
+            require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new(
@@ -439,9 +440,10 @@ class KTExperts:
             require_array("skip", skip, MARKS, (self.num_experts,))
         if out is None:
             out = np.empty_like(hidden)
-        require_array("out", out, (UINT16,), hidden.shape, "the shape of hidden")
-        if not out.flags.writeable:
-            raise ArgumentError("out must be writable")
+        else:
+            require_array("out", out, (UINT16,), hidden.shape, "the shape of hidden")
+            if not out.flags.writeable:
+                raise ArgumentError("out must be writable")
         if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, column = invalid[0].tolist()
             problem = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
