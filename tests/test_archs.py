@@ -659,14 +659,13 @@ def test_unknown_families_are_read_if_their_form_is_known(tmp_path: Path) -> Non
     for number, (model, message) in enumerate(
         [
             *((two, "several forms"), (none, "--arch-file"), (mixed, r"not stored as any.*w13_weight")),
-            *(
-                (silent, f"unheard_of {unnamed}give --arch-file"),
-                (bare, "has no config.json, which names the activation"),
-            ),
+            (silent, f"unheard_of {unnamed}give --arch-file"),
         ]
     ):
         with pytest.raises(UnsupportedError, match=message):
             model.read(tmp_path / f"refused{number}")
+    with pytest.raises(InputError, match=r"has a config.json without a model type, which names the activation"):
+        bare.read(tmp_path / "bare")
 
 
 @pytest.mark.parametrize("count", [None, 0, 1])

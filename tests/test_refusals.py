@@ -308,7 +308,7 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
             3,
             f"{tmp_path / 'dense.gguf'}: gguf:llama: a dense model",
         ),
-        (("cpu", bare, tmp_path / "out"), 3, f"{bare}: has no config.json, which names the activation"),
+        (("cpu", bare, tmp_path / "out"), 5, f"{bare}: has no config.json, which names the activation"),
         (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
     ):
         conversion.check_refusal(conversion.ktconvert(*words), code, message)

@@ -232,8 +232,10 @@ def _find_style(
         return known or Arch(family_names, ()), scan
     if not names_activation(source.config):
         if not source.config:
-            problem = "has no config.json, which names the activation of the experts"
-            raise UnsupportedError(problem, "copy it from the model's release")
+            is_empty = (source.companion_root / "config.json").is_file()
+            missing = "has a config.json without a model type" if is_empty else "has no config.json"
+            problem = f"{missing}, which names the activation of the experts"
+            raise InputError(problem, "copy it from the model's release")
         problem = f"{family_names} is not in the table of architectures, and no configuration names its activation"
         raise UnsupportedError(problem, CHOOSE_ACTIVATION)
     notes.append(

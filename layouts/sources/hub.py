@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, MissingPackageError, ResourceError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
@@ -143,7 +143,8 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
         from huggingface_hub import snapshot_download
     except ImportError:
         needs = f"downloading needs huggingface_hub: `{install_command('hub')}`"
-        raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
+        problem = f"{name}: no such file or directory here, not in the local cache, and {needs}"
+        raise MissingPackageError(problem) from None
     try:
         where = cache_root() if folder is None else None
         allowed = list(patterns)
@@ -164,7 +165,7 @@ def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
     try:
         from huggingface_hub import HfApi
     except ImportError:
-        raise InputError(f"{name}: {purpose} needs huggingface_hub: `{install_command('hub')}`") from None
+        raise MissingPackageError(f"{name}: {purpose} needs huggingface_hub: `{install_command('hub')}`") from None
     try:
         return HfApi().model_info(name, revision=revision, files_metadata=True)
     except Exception as e:  # every library underneath raises its own

@@ -419,7 +419,7 @@ class KTExperts:
 
     def _require_open(self) -> tuple[Any, weights.LayerWeights, Any]:
         if (memory := self._memory) is None:
-            raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
+            raise ArgumentError(f"the experts of layer {self.layer} were closed; load them again")
         return memory
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:

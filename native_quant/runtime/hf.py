@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path
@@ -195,7 +196,7 @@ class KTConvertQuantizer(HfQuantizer):
         missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
-            layers = ", ".join(map(str, missing))
+            layers = format_ranges(missing)
             raise UnsupportedError(
                 f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
             )

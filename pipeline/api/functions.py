@@ -1,12 +1,10 @@
-"""The public functions `plan`, `convert` and `verify`. Their signatures follow from the options of the commands."""
+"""The public functions `plan`, `convert` and `verify`. __init__.pyi lists their options, for editors and mypy."""
 
 from __future__ import annotations
 
-import functools
+import difflib
 import inspect
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -73,48 +71,13 @@ def find_argument_type(option_field: OptionField) -> Any:
     return annotation | None if option_field.default is None else annotation
 
 
-def _describe_options(settings: Mapping[str, type[Options]]) -> Callable[[Function], Function]:
-    """Return a decorator that puts the options of commands into the function's signature, for help() and editors."""
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        options = _merge_parameters(settings)
-        *parameters, _ = signature.parameters.values()
-        for index, own in enumerate(parameters):
-            if option := options.pop(own.name, None):
-                parameters[index] = own.replace(default=option.default, annotation=option.annotation)
-        described = signature.replace(parameters=[*parameters, *options.values()])
-        function.__signature__ = described  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def _merge_parameters(settings: Mapping[str, type[Options]]) -> dict[str, inspect.Parameter]:
-    """Return the arguments of several commands. A default that differs between them is a dictionary by command."""
-    same_name: dict[str, dict[str, inspect.Parameter]] = defaultdict(dict)
-    for command, cls in settings.items():
-        for name, parameter in list_parameters(cls).items():
-            same_name[name][command] = parameter
-    merged = {}
-    for name, by_command in same_name.items():
-        first = next(iter(by_command.values()))
-        defaults = {command: each.default for command, each in by_command.items() if each.default is not each.empty}
-        is_same = all(each.default == first.default for each in by_command.values())
-        annotation = functools.reduce(operator.or_, (each.annotation for each in by_command.values()))
-        merged[name] = first.replace(default=first.default if is_same else defaults, annotation=annotation)
-    return merged
-
-
-@_describe_options(CONVERSION_OPTIONS)
 def plan(command: str, /, input: StrPath | None = None, output: StrPath | None = None, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
     command  "cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter" or "resplit"
     input    path or hub id of the checkpoint; required
     output   path of the directory to write; required
-    options  the other options of `ktconvert COMMAND --help-all`, with underscores: quant_method, threads ...; a default
-             that differs between commands is a dictionary in the signature
+    options  the other options, which `ktconvert COMMAND --help-all` lists, with underscores: quant_method, threads ...
     Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
     are the files of weights.
     Raises UsageError for unknown options and invalid values, and the KTConvertError of an input that cannot be
@@ -123,14 +86,21 @@ def plan(command: str, /, input: StrPath | None = None, output: StrPath | None =
     from ktconvert.pipeline.plans import commands
 
     if not isinstance(command, str) or command not in CONVERSION_OPTIONS:
-        choices = ", ".join(map(repr, CONVERSION_OPTIONS))
-        raise UsageError(f"unknown command {command!r}; begin with one of {choices}")
+        raise UsageError(f"{command!r} is not a conversion{_suggest_command(command)}")
     cls = CONVERSION_OPTIONS[command]
     paths = {name: path for name, path in (("input", input), ("output", output)) if path is not None}
     return commands.make_plans(convert_options(cls, {**paths, **options}, list_parameters(cls)))
 
 
-@_describe_options(CONVERSION_OPTIONS)
+def _suggest_command(word: object) -> str:
+    """Return what to do about a wrong command, for a message."""
+    if word == "verify":
+        return "; call ktconvert.verify"
+    if near := difflib.get_close_matches(str(word), CONVERSION_OPTIONS, 1):
+        return f"; did you mean {near[0]!r}?"
+    return f"; begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"
+
+
 def convert(
     command: str,
     /,
@@ -168,7 +138,6 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
-@_describe_options({"verify": VerifyOptions})
 def verify(output: StrPath, against: StrPath | None = None, **options: Any) -> Report:
     """Check an output, as `ktconvert verify` does.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import json
@@ -50,6 +51,7 @@ COMMANDS: Mapping[str, str] = {
 # The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
 MAX_MESSAGE = 1000  # characters
+CLOSE = 0.75  # similarity of suggested options
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
 EPILOG = """`ktconvert help COMMAND` describes a command.
@@ -278,6 +280,9 @@ def _reset_signals() -> None:
 
 def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
+    if isinstance(error, click.NoSuchOption):
+        near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"

@@ -58,7 +58,7 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{document['shards']} {document['container']}, {document['tensors']} tensors"
     rows = [
         ("checkpoint", document["path"]),
-        ("model type", join_values(document["model_type"]) or "unknown (no config.json)"),
+        ("model type", join_values(document["model_type"]) or "unknown (no config.json names it)"),
         ("files", f"{files}, {size(document['total_bytes'])}"),
         ("dtypes", join_values([f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items()])),
     ]

@@ -53,7 +53,7 @@ class StopFlag:
             os.write(2, b"\nstopped at once; run `ktconvert resume` to continue from the last finished layer\n")
             os._exit(128 + number)
         self.number = number
-        os.write(2, b"\nfinishing the layers in flight; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nfinishing the layers in flight; a second Ctrl-C or SIGTERM stops at once\n")
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[StopFlag]:

@@ -132,7 +132,7 @@ class ModelChoice:
             require_adapter(self.adapter)
         if self.gpu_experts_mask is not None:
             hot_experts.read_mask(self.gpu_experts_mask.expanduser())
-        if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
+        if not hub.HUB_ID.fullmatch(self.model) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
             problem = "GGUF models are not supported here; give the model's safetensors release"
