@@ -14,6 +14,7 @@ typedef struct {
     kt_int16_columns a[CAPACITY];
 } space;
 _Static_assert(sizeof(space) <= KT_GEMM_SCRATCH, "activations take the remaining space");
+_Static_assert(CAPACITY >= FEW_TOKENS * KT_CHUNK_SUMS, "at least a chunk of columns at a time");
 
 static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;

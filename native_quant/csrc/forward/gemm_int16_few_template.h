@@ -186,13 +186,18 @@ INLINE ints split(ints x) {
     return shuffle_epi8(or_si(and_si(high, set1_epi16(0xff)), slli_epi16(low, 8)), load_repeated(order));
 }
 
+/* Adds up AT_ONCE integers from column i on, by 16 columns, if the codes have an offset. */
+INLINE void add_up(const kt_bf16_panel *panel, int i, ints x, int32_t *sum) {
+    static const int16_t ones[48] = {[16] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; /* 16 after 16 zeros */
+    for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
+        sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
+}
+
 /* -offset times the sums of 16 columns each. */
 INLINE void begin_sums(const kt_bf16_panel *panel, const int32_t *sum, int32_t *start) {
     start[0] = -panel->integers->offset * (panel->integers->has_factors ? sum[0] : sum[0] + sum[1]);
     start[1] = -panel->integers->offset * sum[1];
 }
-
-static const int16_t ones[48] = {[16] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; /* 16 after 16 zeros */
 
 TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, a += KT_SUM_COLUMNS, out++) {
@@ -202,8 +207,7 @@ TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_
         for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
             const ints x = to_int16(a + i, reciprocal);
             storeu_si(out->a + 2 * i, panel->bits == 8 ? x : split(x));
-            for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
-                sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
+            add_up(panel, i, x, sum);
         }
         begin_sums(panel, sum, out->start);
     }
@@ -221,8 +225,7 @@ TARGET static void convert_int8(const kt_bf16_panel *panel, const uint16_t *a, i
             uint8_t twice[VECTOR_BYTES];
             storeu_si(twice, shuffle_epi8(x, load_repeated(order)));
             for (int c = 0; c < AT_ONCE; c += 8) memcpy(out->a + i + c, twice + 2 * c, 8);
-            for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
-                sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
+            add_up(panel, i, x, sum);
         }
         begin_sums(panel, sum, out->start);
     }
