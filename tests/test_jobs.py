@@ -76,7 +76,7 @@ experts.close()
 print(error_of(ValueError, lambda: experts.forward(*call)))
 print(error_of(ValueError, lambda: experts.submit(*call, out=out)))
 """)
-    assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again\n"
+    assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again.\n"
 
 
 def test_experts_can_be_closed_during_a_forward():

@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, MissingPackageError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers.safetensors import DTYPE_BITS, INDEX, parse_header, read_header
@@ -607,5 +607,5 @@ def test_only_needed_files_are_downloaded(cache, monkeypatch, companions_only, w
 
 def test_downloading_without_huggingface_hub(cache, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=re.escape(install_command("hub"))):
+    with pytest.raises(MissingPackageError, match=re.escape(install_command("hub"))):
         open_checkpoint("org/other")
