@@ -7,14 +7,16 @@ from typing import Any
 import gguf as gguf_py
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import GGML, Matrix
-from ktconvert.native_quant.runtime.experts import KTExperts
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, INT8, KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from ktconvert.pipeline.cli.eval import eval as evaluate
 from ktconvert.pipeline.cli.run import run
 from rig import floats, gguf, native
@@ -192,13 +194,29 @@ def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     result = CliRunner().invoke(run, [*arguments, "--prompt", "import os", "--max-new-tokens", "4"])
     assert result.exit_code == 0 and result.stdout.startswith("import os"), result.output
     text = str(example.parent / "heldout.txt")
-    result = CliRunner().invoke(
-        evaluate, [*arguments, "--text", text, "--window", "128", "--max-windows", "2", "--json"]
-    )
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
-    first, second = (layer["relative_error"] for layer in document["layers"])
+    errors = {}
+    for activations in ACTIVATIONS:
+        options = ["--text", text, "--window", "128", "--max-windows", "2", "--activations", activations, "--json"]
+        document = json.loads(CliRunner().invoke(evaluate, [*arguments, *options]).stdout.splitlines()[-1])
+        assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
+        errors[activations] = [layer["relative_error"] for layer in document["layers"]]
+    first, second = errors[BF16]
     assert first < 0.01 < 0.02 < second < 0.1
+    assert errors[INT8][0] == first and second < errors[INT8][1] < 0.1  # Q8_0 has activations of 14 bits anyway
+
+
+def test_the_wrapper_takes_activations_of_8_bits(monkeypatch):
+    stored = read_file(GOLDEN / "gguf_Q4_0.safetensors")
+    inputs = [stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights")]
+    default, coarse = (KTExperts.load(GOLDEN / "gguf_Q4_0.gguf", 0, activations=each) for each in ACTIVATIONS)
+    assert 1e-3 < distance(coarse.forward(*inputs), floats.from_bits(default.forward(*inputs))) < 2e-2
+    monkeypatch.setattr(KTMoEWrapper, "activations", INT8)
+    sizes = coarse.num_experts, inputs[1].shape[1], coarse.hidden, coarse.intermediate
+    wrapper: Any = KTMoEWrapper(0, *sizes, None, 2, 1, str(GOLDEN / "gguf_Q4_0.gguf"), 512, method="LLAMAFILE")
+    wrapper.load_weights()
+    hidden, ids, weights = (torch.from_numpy(array.copy()) for array in inputs)
+    out = wrapper.forward(hidden.view(torch.bfloat16), ids, weights)
+    np.testing.assert_array_equal(out.view(torch.uint16).numpy(), coarse.forward(*inputs))
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -286,9 +286,9 @@ class KTExperts:
         out         uint16 [T, H]: array for the result; None: a new one
         strict_ids  whether ids outside 0 .. E-1 are errors
         norm        the norm of each expert's output, if the experts need one
-        All arrays must be contiguous. Raises ArgumentError for any other array, and for the first wrong id if
-        strict_ids; ValueError for a missing norm, and after close(); MemoryError; ResourceError if a forked process
-        cannot start threads; InputError if a mapped file cannot be read.
+        All arrays must be contiguous. Raises ArgumentError for any other array, for the first wrong id if strict_ids,
+        for a missing norm, and after close(); MemoryError; ResourceError if a forked process cannot start threads;
+        InputError if a mapped file cannot be read.
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
@@ -325,7 +325,8 @@ class KTExperts:
         Raises ArgumentError for no expert per token, and for too many.
         """
         if not 1 <= topk <= lib.KTQ_MAX_TOPK:
-            require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
+            limits = f"a whole number from 1 to {lib.KTQ_MAX_TOPK}"
+            raise ArgumentError(f"the number of experts per token must be {limits}, not {topk}")
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new(
@@ -333,9 +334,9 @@ class KTExperts:
         )
 
     def forward_call(self, call: Any) -> None:
-        """Run a forward for a call of make_call(). Raises ValueError if these experts need a norm and it has none."""
+        """Run a forward for a call of make_call(). Raises ArgumentError for a missing norm."""
         if self.function.output_norm and call.norm == ffi.NULL:
-            raise ValueError(f"the experts of layer {self.layer} compute {self.function}; give forward the norm")
+            raise ArgumentError(f"the experts of layer {self.layer} compute {self.function}; give forward the norm")
         self._run(lib.ktq_forward, call)
 
     @property
