@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ktconvert
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
@@ -21,6 +20,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import decode
+from ktconvert.pipeline.plans.commands import make_options, make_plan
 from ktconvert.quantizers.reference import bf16_to_f32
 from rig import conversion, published
 from rig.conversion import checkpoint, run_in_process
@@ -378,9 +378,8 @@ def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
     folder = write_adapter(tmp_path / "a", expert_modules())
 
     def fingerprints() -> Iterator[str]:
-        (plan,) = ktconvert.plan(
-            "merge-adapter", input=str(model), adapter=str(folder), output=str(tmp_path / "merged")
-        )
+        options = make_options("merge-adapter", input=model, adapter=folder, output=tmp_path / "merged")
+        plan = make_plan(options)
         return (unit.fingerprint for unit in plan.units)
 
     first = list(fingerprints())

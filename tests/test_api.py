@@ -24,10 +24,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import ktconvert
-from ktconvert.functions import list_parameters
+from ktconvert._functions import list_parameters
 from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
+from ktconvert.pipeline.options.python_names import use_python_names
 from ktconvert.pipeline.options.queries import VerifyOptions
 from rig import conversion
 from rig.absent import hide_package
@@ -45,13 +46,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
+from ktconvert._results import KTCheck as KTCheck
+from ktconvert._results import KTPlan as KTPlan
+from ktconvert._results import KTProjectionError as KTProjectionError
+from ktconvert._results import KTReport as KTReport
+from ktconvert._results import KTUnit as KTUnit
 from ktconvert.layouts.errors import KTConvertError as KTConvertError
 from ktconvert.native_quant.runtime.experts import KTExperts as KTExperts
 from ktconvert.native_quant.runtime.hf import KTConvertConfig as KTConvertConfig
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper as KTMoEWrapper
 from ktconvert.pipeline import __version__ as __version__
-from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.verify.verify import Report
 
 '''
 RUNNING = (
@@ -91,14 +95,14 @@ def write_function(name: str, command: str, result: str, own: Sequence[str], opt
 def write_stub() -> str:
     """Return the text of pipeline/api/__init__.pyi."""
     text = HEAD
-    for name, result, own in (("plan", "list[Plan]", ()), ("convert", "list[Path]", RUNNING)):
+    for name, result, own in (("plan", "list[KTPlan]", ()), ("convert", "list[Path]", RUNNING)):
         for command, cls in CONVERSION_OPTIONS.items():
             options = [write_parameter(each) for each in list_parameters(cls).values()]
             text += write_function(name, command, result, own, options) + "\n"
     options = [write_parameter(each) for each in list_parameters(VerifyOptions).values()]
     lines = "".join(f"    {word},\n" for word in (*options[:2], "*", *options[2:]))
     title = (inspect.getdoc(ktconvert.verify) or "").splitlines()[0]
-    return text + f'def verify(\n{lines}) -> Report:\n    """{title}"""\n'
+    return text + f'def verify(\n{lines}) -> KTReport:\n    """{title}"""\n'
 
 
 def test_the_stub_follows_from_the_options() -> None:
@@ -110,10 +114,10 @@ def test_the_stub_follows_from_the_options() -> None:
 def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:
     output = tmp_path / "out"
     (plan,) = ktconvert.plan("cpu", input=example, output=output, quant_method="int8")
-    assert repr(plan).startswith(f"Plan(options=CpuOptions(input={str(example)!r}, output={output!r}, quant_method=")
+    assert repr(plan).startswith(f"KTPlan(output={output!r}, facts={{'architecture': 'Qwen3-MoE")
     ktconvert.convert("cpu", input=example, output=output, quant_method="int8")
     report = ktconvert.verify(output, against=example)
-    for printed in (plan, plan.stages[0], plan.units[0], report):
+    for printed in (plan, plan.units[0], report):
         assert len(repr(printed)) < 1500
     assert report and report.ok
     conversion.flip_bit(next(output.glob("*.safetensors")), -5)
@@ -184,20 +188,17 @@ def test_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(snippets) > 4
 
 
-def test_documented_attributes_of_results_exist(tmp_path: Path, example: Path) -> None:
+def test_results_have_only_documented_attributes(tmp_path: Path, example: Path) -> None:
     (plan,) = ktconvert.plan("cpu", example, tmp_path / "int8", quant_method="int8")
     ktconvert.convert("cpu", example, tmp_path / "int8", quant_method="int8")
     report = ktconvert.verify(tmp_path / "int8", against=example)
-    results = {"plan": plan, "unit of a plan": plan.units[0], "report": report, "check of a report": report.checks[0]}
-    results["entry of `errors`"] = report.errors[0]
-    page = (ROOT / "docs" / "reference" / "python.md").read_text()
-    tables = {
-        table[0]: table[1] for table in re.findall(r"^\| (.+) \| type \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
-    }
-    assert tables.keys() == results.keys()
-    for title, result in results.items():
-        names = re.findall(r"^\| `(\w+)` \|", tables[title], re.MULTILINE)
-        assert names and all(hasattr(result, name) for name in names), title
+    experts = ktconvert.KTExperts.load(tmp_path / "int8", 0)
+    for result in (plan, plan.units[0], report, report.checks[0], report.errors[0], experts):
+        names = [name for name in dir(result) if not name.startswith("_")]
+        documented = re.findall(r"^ *((?:\w+, )*\w+)(?:  |$)", inspect.getdoc(result) or "", re.MULTILINE)
+        methods = [name for name in names if inspect.getdoc(getattr(type(result), name, None))]
+        missing = {*names} - {name for each in documented for name in each.split(", ")} - {*methods}
+        assert names and not missing, type(result)
 
 
 def test_every_name_is_documented() -> None:
@@ -269,16 +270,63 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method_map": "auto"}, "method_map: 'auto' is not a list of texts; give method_map=['auto']"),
+        ({"method_map": "auto"}, "method_map must be a list of str, not 'auto'; give method_map=['auto']"),
         ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
-        ({"max_memory": 5.5}, "max_memory: 5.5 is not a size like 5GB or 500MiB"),
-        ({"threads": "many"}, "threads: 'many' is not a whole number"),
-        ({"overwrite": "yes"}, "overwrite: 'yes' is not a bool"),
+        ({"max_memory": 5.5}, "max_memory must be an int, or a str such as '5GB' or '500MiB', not 5.5"),
+        ({"threads": "many"}, "threads must be an int, not 'many'"),
+        ({"overwrite": "yes"}, "overwrite must be a bool, not 'yes'"),
+        ({"layers": 5}, "layers must be a str, not 5"),
+        ({"arch_file": 5}, "arch_file must be a path, not 5"),
+        ({"dampening_frac": "half"}, "dampening_frac must be a float, not 'half'"),
     ],
 )
 def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}\\.$"):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}\\.$"):
         ktconvert.plan("cpu", input="model", output="out", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": "9"}, "layers='9': layer 9 has no experts"),
+        ({"scale": "imatrix"}, "scale='imatrix' needs the importance of inputs; give imatrix=FILE or statistics=DIR."),
+        ({"delete_others": True}, "delete_others=True needs overwrite=True; add it, or leave out delete_others=True."),
+        ({"quant_method": "bf16", "scale": "mse"}, "scale='mse' is for quant_method='int4'"),
+        ({"max_shard_size": 10**9, "no_merge_safetensor": True}, "leave it out with no_merge_safetensor=True."),
+        ({"numa": 7}, "int4 (AMXINT4) with numa=1, 2;"),
+        ({"config": "nowhere"}, "config='nowhere': "),
+    ],
+    ids=str,
+)
+def test_errors_name_keyword_arguments(options: dict[str, Any], message: str, tmp_path: Path, example: Path) -> None:
+    """On the command line, the same errors name its options."""
+    for function in (ktconvert.plan, ktconvert.convert):
+        with pytest.raises(ktconvert.KTConvertError) as caught:
+            function("cpu", example, tmp_path / "out", **options)
+        assert message in str(caught.value) and "--" not in str(caught.value)
+        assert repr(caught.value) == f"{type(caught.value).__name__}({caught.value.problem!r})"
+
+
+def test_notes_of_results_name_keyword_arguments(tmp_path: Path, example: Path) -> None:
+    (plan,) = ktconvert.plan("cpu", example, tmp_path / "out")
+    assert any("compare with quant_method='int8'" in note for note in plan.notes)
+    ktconvert.convert("cpu", example, tmp_path / "out", numa=1)
+    report = ktconvert.verify(tmp_path / "out", numa=2)
+    assert report.sentence is not None and "numa=2 was given" in report.sentence
+    assert not any("--numa" in text for text in (*report.problems, *report.notes))
+
+
+def test_commands_in_messages_stay_commands() -> None:
+    with use_python_names(VerifyOptions) as rename:
+        for text in (
+            "run `ktconvert resplit OUT NEW --numa 2`",
+            "serve with --kt-method AMXINT8 --kt-threadpool-count 2",
+            "run `hf download org/name --revision main`",
+        ):
+            assert rename(text) == text
+        assert rename("give --overwrite --delete-others") == "give overwrite=True delete_others=True"
+        assert rename("give --ram 400GB, --numa 2 or --threads N") == "give ram='400GB', numa=2 or threads=N"
+        assert rename("--arch-file /a/b.toml: cannot be read") == "arch_file='/a/b.toml': cannot be read"
 
 
 def test_convert_refuses_a_dry_run(tmp_path: Path, example: Path) -> None:

@@ -12,12 +12,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import ktconvert
+from ktconvert.layouts.errors import UsageError
 from ktconvert.native_quant import machine
+from ktconvert.pipeline import __version__
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
+from ktconvert.pipeline.plans.commands import make_options, make_plan
 from rig import stored
 from rig.conversion import SENTENCE_ENDS
 from rig.safetensors import edit_file, read_folder
@@ -171,7 +173,7 @@ def get_command(name: str) -> Command:
 
 def test_python_m_ktconvert_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ktconvert", "version"], capture_output=True, text=True)
-    assert done.stdout.startswith(f"ktconvert {ktconvert.__version__}\n") and done.returncode == 0
+    assert done.stdout.startswith(f"ktconvert {__version__}\n") and done.returncode == 0
 
 
 def read_help(name: str, flag: str = "--help") -> list[str]:
@@ -200,7 +202,7 @@ def test_default_number_of_slices_fits_machine_and_model(
     """The bundled model allows 1 and 2 slices for int4."""
 
     def plan_slices() -> int:
-        (plan,) = ktconvert.plan("cpu", input=example, output=tmp_path / "out")
+        plan = make_plan(make_options("cpu", input=example, output=tmp_path / "out"))
         assert plan.facts["numa"] == plan.options.settings["numa"]
         return plan.facts["numa"]
 
@@ -210,7 +212,7 @@ def test_default_number_of_slices_fits_machine_and_model(
     monkeypatch.delenv("KTCONVERT_NUMA")
     assert plan_slices() <= machine.pool_count()
     monkeypatch.setenv("KTCONVERT_NUMA", "0")
-    with pytest.raises(ktconvert.KTConvertError, match="KTCONVERT_NUMA: '0'"):
+    with pytest.raises(UsageError, match="KTCONVERT_NUMA: '0'"):
         plan_slices()
 
 

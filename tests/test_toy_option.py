@@ -70,7 +70,7 @@ def test_saved_plan_restores_the_value(example, tmp_path):
     paths.plan.write_bytes(json.dumps(damaged).encode())
     saved = read_plan(paths)
     assert saved is not None
-    with pytest.raises(OutputError, match="toy: 'many' is not a whole number"):
+    with pytest.raises(OutputError, match="toy must be an int, not 'many'"):
         restore_options(out, saved)
 
 

@@ -60,18 +60,22 @@ torch.Size([1, 3])
 
 from importlib import import_module as _import_module
 
-__all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
-
 _MODULES = {
+    "KTCheck": "_results",
     "KTConvertConfig": "native_quant",
     "KTConvertError": "layouts.errors",
     "KTExperts": "native_quant",
     "KTMoEWrapper": "native_quant",
+    "KTPlan": "_results",
+    "KTProjectionError": "_results",
+    "KTReport": "_results",
+    "KTUnit": "_results",
     "__version__": "pipeline",
-    "convert": "functions",
-    "plan": "functions",
-    "verify": "functions",
+    "convert": "_functions",
+    "plan": "_functions",
+    "verify": "_functions",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:

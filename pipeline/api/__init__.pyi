@@ -9,13 +9,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
+from ktconvert._results import KTCheck as KTCheck
+from ktconvert._results import KTPlan as KTPlan
+from ktconvert._results import KTProjectionError as KTProjectionError
+from ktconvert._results import KTReport as KTReport
+from ktconvert._results import KTUnit as KTUnit
 from ktconvert.layouts.errors import KTConvertError as KTConvertError
 from ktconvert.native_quant.runtime.experts import KTExperts as KTExperts
 from ktconvert.native_quant.runtime.hf import KTConvertConfig as KTConvertConfig
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper as KTMoEWrapper
 from ktconvert.pipeline import __version__ as __version__
-from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.verify.verify import Report
 
 @overload
 def plan(
@@ -51,7 +54,6 @@ def plan(
     layers: str = "all",
     non_experts: Literal["skip", "copy", "keep"] = "skip",
     verify_inputs: bool = False,
-    part: str | None = None,
     threads: int | None = None,
     max_memory: int | str | None = None,
     overwrite: bool = False,
@@ -76,7 +78,7 @@ def plan(
     stream: bool = False,
     stream_ahead: int = 3,
     arch_file: str | PathLike[str] | None = None,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert cpu` would write; read only headers, write nothing."""
 
 @overload
@@ -97,7 +99,6 @@ def plan(
     tp_size: Sequence[int] = (1,),
     max_shard_size: int | str | None = None,
     verify_inputs: bool = False,
-    part: str | None = None,
     threads: int | None = None,
     max_memory: int | str | None = None,
     overwrite: bool = False,
@@ -126,7 +127,7 @@ def plan(
     stream: bool = False,
     stream_ahead: int = 3,
     arch_file: str | PathLike[str] | None = None,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert gpu` would write; read only headers, write nothing."""
 
 @overload
@@ -159,7 +160,7 @@ def plan(
     json_events: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert calibrate` would write; read only headers, write nothing."""
 
 @overload
@@ -184,7 +185,7 @@ def plan(
     json_events: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert dequantize` would write; read only headers, write nothing."""
 
 @overload
@@ -207,7 +208,7 @@ def plan(
     json_events: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert fetch` would write; read only headers, write nothing."""
 
 @overload
@@ -230,7 +231,7 @@ def plan(
     json_events: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert merge` would write; read only headers, write nothing."""
 
 @overload
@@ -255,7 +256,7 @@ def plan(
     revision: str | None = None,
     stream: bool = False,
     stream_ahead: int = 3,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert merge-adapter` would write; read only headers, write nothing."""
 
 @overload
@@ -279,7 +280,7 @@ def plan(
     json_events: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> list[Plan]:
+) -> list[KTPlan]:
     """Plan what `ktconvert resplit` would write; read only headers, write nothing."""
 
 @overload
@@ -318,7 +319,6 @@ def convert(
     layers: str = "all",
     non_experts: Literal["skip", "copy", "keep"] = "skip",
     verify_inputs: bool = False,
-    part: str | None = None,
     threads: int | None = None,
     max_memory: int | str | None = None,
     overwrite: bool = False,
@@ -366,7 +366,6 @@ def convert(
     tp_size: Sequence[int] = (1,),
     max_shard_size: int | str | None = None,
     verify_inputs: bool = False,
-    part: str | None = None,
     threads: int | None = None,
     max_memory: int | str | None = None,
     overwrite: bool = False,
@@ -595,5 +594,5 @@ def verify(
     imatrix: str | PathLike[str] | None = None,
     statistics: str | PathLike[str] | None = None,
     threads: int | None = None,
-) -> Report:
+) -> KTReport:
     """Check an output, as `ktconvert verify` does."""

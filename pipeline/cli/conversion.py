@@ -206,7 +206,7 @@ def convert(options: ConversionOptions) -> None:
         return
     if options.existing.force_unlock:
         for plan in plans:
-            preconditions.remove_lock(plan.locate(), reporter, share)
+            commands.remove_lock(plan.locate(), reporter, share)
     run_plans(plans, reporter, options.workers, worker_threads, share, trust_store=options.existing.trust_store)
 
 
@@ -215,7 +215,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     reporter = options.reporting.reporter
     paths = locate(options.output)
     if options.earlier_run.force_unlock and not options.dry_run:
-        preconditions.remove_lock(paths, reporter)
+        commands.remove_lock(paths, reporter)
     if (saved := read_plan(paths)) is None:
         if options.output.is_dir() and manifest.read_manifest(options.output) is not None:
             if not options.dry_run:

@@ -1,4 +1,4 @@
-"""Checks of a command before any work: threads, files to write, kernels, packages, locks."""
+"""Checks of a command before any work: threads, files to write, kernels, packages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
-    from ktconvert.pipeline.engine.lock import JobShare
-    from ktconvert.pipeline.engine.paths import Paths
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
@@ -111,11 +109,3 @@ def make_model_choice(command: str, options: Options, reporter: Reporter, extra:
     values["threads"] = limit_optional_threads(values["threads"], reporter.note)
     names = [field.name for field in fields(ModelChoice)]
     return ModelChoice(**{name: values[name] for name in names if name in values})
-
-
-def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
-    """Remove a stale lock (--force-unlock), and report the process that held it."""
-    from ktconvert.pipeline.engine.lock import unlock
-
-    for removed in unlock(paths.root, paths.output, share):
-        reporter.warn(f"--force-unlock removed {removed}")

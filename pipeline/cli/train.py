@@ -16,6 +16,7 @@ from ktconvert.pipeline.engine.existing import (
     require_writable_output,
 )
 from ktconvert.pipeline.options.model_options import TrainOptions
+from ktconvert.pipeline.plans import commands
 
 
 @command("train", TrainOptions)
@@ -65,7 +66,7 @@ def start(options: TrainOptions) -> None:
             click.echo("\n".join(["", "memory besides the converted experts", *format_table(rows)]))
         return
     if existing.force_unlock:
-        preconditions.remove_lock(plan.locate(), reporter)
+        commands.remove_lock(plan.locate(), reporter)
     reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
     if not fine_tuning.train(plan, options, choice, data, reporter):
         return report_nothing_to_do(options.output, reporter)

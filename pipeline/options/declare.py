@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args,
 import click
 import msgspec
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import (
     ChoiceList,
@@ -332,12 +332,19 @@ class PlannedOptions(Options):
         return tuple((name, to_hashable(value)) for name, value in sorted(self._select(Effect.WEIGHTS).items()))
 
 
-# Type of an option's value -> how messages name it
-KINDS = {bool: "bool", int: "whole number", float: "number", str: "text", int | str: "size like 5GB or 500MiB"}
+# Type of an option's value -> how messages name it; the command line has only text
+KINDS = {
+    bool: "a bool",
+    int: "an int",
+    float: "a float",
+    str: "a str",
+    Path: "a path",
+    Size: "an int, or a str such as '5GB' or '500MiB'",
+}
 
 
 def convert_value(option_field: OptionField, value: Any) -> Any:
-    """Return a value of plan.json as the option has it. Raises UsageError, naming the option, for an invalid one."""
+    """Return a value of plan.json or of a caller as the option has it. Raises ArgumentError for an invalid one."""
     name = option_field.name
     declaration = option_field.declaration
     is_tuple = option_field.value_type is tuple
@@ -348,9 +355,8 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
             if declaration.shape is not None:
                 documents.as_type(value, declaration.shape)
             return documents.as_type(value, option_field.annotation)
-        value_type = get_args(option_field.annotation)[0] if is_tuple else option_field.value_type
-        is_size = isinstance(option_field.click_type, Size)
-        json_type: Any = str if value_type is Path else int | str if is_size else value_type
+        kind = _find_kind(option_field)
+        json_type: Any = {Path: str, Size: int | str}.get(kind, kind)
         if isinstance(option_field.click_type, ChoiceList) and isinstance(value, list):
             value = ",".join(map(str, value))
         converted = [
@@ -359,17 +365,27 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
         ]
     except msgspec.ValidationError as error:
         if isinstance(declaration, RecordedValue):
-            raise UsageError(f"{name}: {error}") from error
-        kind = f"list of {KINDS[json_type]}s" if is_tuple else KINDS[json_type]
+            raise ArgumentError(f"{name}: {error}") from error
+        required = f"a list of {kind.__name__}" if is_tuple else KINDS[kind]
         remedy = f"; give {name}=[{value!r}]" if is_tuple and not isinstance(value, list) else ""
-        raise UsageError(f"{name}: {value!r} is not a {kind}{remedy}") from error
+        raise ArgumentError(f"{name} must be {required}, not {value!r}{remedy}") from error
     except click.BadParameter as error:
-        raise UsageError(f"{name}: {error.message}") from error
+        raise ArgumentError(f"{name}: {error.message}") from error
     return tuple(converted) if is_tuple else converted[0]
 
 
+def _find_kind(option_field: OptionField) -> Any:
+    """Return the key in KINDS for an option, or for an item of its list."""
+    click_type = option_field.click_type
+    if isinstance(click_type, Size):
+        return Size
+    if isinstance(click_type, PathOrHubId | FilePath):
+        return Path
+    return get_args(option_field.annotation)[0] if option_field.value_type is tuple else option_field.value_type
+
+
 def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[str] = ()) -> O:
-    """Return options from values of plan.json or of a caller. Raises UsageError, naming the option.
+    """Return options from values of plan.json or of a caller. Raises ArgumentError, naming the option.
 
     names  the options that the caller may give, if not all
     """
@@ -385,9 +401,9 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
             remedy = f"give {' and '.join(missing)}"
         else:
             remedy = f"`ktconvert {cls.command} --help-all` lists the options"
-        raise UsageError(f"unknown option {unknown[0]}; {remedy}")
+        raise ArgumentError(f"unknown option {unknown[0]}; {remedy}")
     if missing:
-        raise UsageError(f"option {missing[0]} is missing; give {missing[0]}=...")
+        raise ArgumentError(f"option {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 

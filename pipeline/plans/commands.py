@@ -21,7 +21,8 @@ from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
 from ktconvert.pipeline.engine.existing import compare_files, read_plan
-from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.engine.lock import JobShare, unlock
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan
 from ktconvert.pipeline.engine.recorded_inputs import compare_inputs
 from ktconvert.pipeline.options.conversion_options import (
@@ -211,17 +212,32 @@ def run(
     reporter: Reporter | None = None,
     *,
     overwrite: bool = False,
+    trust_store: bool = False,
 ) -> bool:
     """Carry out a plan, or the plans of several outputs of one input (make_plans), from their current state.
 
-    executor   any concurrent.futures.Executor whose workers see input and output under the same paths and have this
-               ktconvert; None: threads of this process
-    overwrite  as --overwrite
+    executor     any concurrent.futures.Executor whose workers see input and output under the same paths and have this
+                 ktconvert; None: threads of this process
+    overwrite    as --overwrite
+    trust_store  as --trust-store
 
     Returns False if there was nothing to do. Raises KTConvertError.
     """
     plans = [plan] if isinstance(plan, Plan) else plan
-    return execute_plans(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopen_plan)
+    return execute_plans(
+        plans,
+        reporter or Reporter(),
+        overwrite=overwrite,
+        trust_store=trust_store,
+        executor=executor,
+        reopen=reopen_plan,
+    )
+
+
+def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
+    """Remove a stale lock (--force-unlock), and report the process that held it."""
+    for removed in unlock(paths.root, paths.output, share):
+        reporter.warn(f"--force-unlock removed {removed}")
 
 
 def numa_notes(plan: Plan) -> Iterator[str]:

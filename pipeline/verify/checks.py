@@ -71,6 +71,17 @@ class ProjectionErrors:
     def worst(self) -> LinearError:
         return max(self.experts, key=lambda e: e.relative_error)
 
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object that `verify --json` prints, with NaN and infinity as they are."""
+        worst = {"worst_expert": self.worst.expert, "worst_relative_error": self.worst.relative_error}
+        return {
+            "layer": self.layer,
+            "projection": self.projection,
+            "experts": len(self.experts),
+            **self.figures,
+            **worst,
+        }
+
 
 def worst_linears(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
     """Return the linears with the largest relative errors."""

@@ -285,7 +285,7 @@ def report_document(report: Report) -> dict[str, Any]:
             {"name": c.name, "ok": not c.problems, "result": c.result, "problems": [*c.problems]} for c in report.checks
         ],
         "notes": list(report.notes),
-        "errors": [_replace_nan(_figures(e)) for e in report.errors],
+        "errors": [_replace_nan(e.document()) for e in report.errors],
         "worst": [_replace_nan(e._asdict()) for e in worst_linears(report.errors)],
         "predictions": None if report.predictions is None else asdict(report.predictions),
     }
@@ -319,11 +319,6 @@ def report_lines(report: Report) -> list[str]:
             rows.append((linear, f"{w.relative_error:.4f}", f"cosine {w.cosine:.5f}"))
         out += ["", "worst experts", *format_table(rows, "  ")]
     return [*out, "", "verified" if not report.problems else "NOT verified"]
-
-
-def _figures(e: ProjectionErrors) -> dict[str, Any]:
-    worst = {"worst_expert": e.worst.expert, "worst_relative_error": e.worst.relative_error}
-    return {"layer": e.layer, "projection": e.projection, "experts": len(e.experts), **e.figures, **worst}
 
 
 def _replace_nan(figures: dict[str, Any]) -> dict[str, Any]:

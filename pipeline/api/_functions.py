@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert._results import KTPlan, KTReport, describe_plan, describe_report
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
@@ -20,20 +21,18 @@ from ktconvert.pipeline.options.declare import (
     option_fields,
     with_values,
 )
-from ktconvert.pipeline.options.option_groups import Reporting
+from ktconvert.pipeline.options.option_groups import ConversionOptions, Reporting
+from ktconvert.pipeline.options.python_names import use_python_names
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ktconvert.pipeline.engine.plan import Plan
-    from ktconvert.pipeline.verify.verify import Report
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 StrPath = str | PathLike[str]
-# Python passes an Executor to `convert`, and `plan` is a dry run.
-COMMAND_LINE_ONLY = {"executor", "executor_timeout", "dry_run"}
+# Python passes an Executor to `convert`, which also divides the work, and `plan` is a dry run.
+COMMAND_LINE_ONLY = {"executor", "executor_timeout", "part", "dry_run"}
 # `verify` returns its report, and prints nothing.
 PRINTING = {"report", "run", *(each.name for each in option_fields(Reporting))}
 
@@ -71,41 +70,54 @@ def find_argument_type(option_field: OptionField) -> Any:
     return annotation | None if option_field.default is None else annotation
 
 
-def plan(command: str, /, input: StrPath | None = None, output: StrPath | None = None, **options: Any) -> list[Plan]:
+def plan(
+    command: str, /, input: str | PathLike[str] | None = None, output: str | PathLike[str] | None = None, **options: Any
+) -> list[KTPlan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
     command  "cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter" or "resplit"
     input    path or hub id of the checkpoint; required
     output   path of the directory to write; required
     options  the other options, which `ktconvert COMMAND --help-all` lists, with underscores: quant_method, threads ...
-    Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
-    are the files of weights.
-    Raises UsageError for unknown options and invalid values, and the KTConvertError of an input that cannot be
-    converted so.
+    Returns a plan for each output. Raises ArgumentError, a ValueError, for unknown options and invalid values, and
+    another KTConvertError for options that do not go together and for an input that cannot be converted so.
     """
     from ktconvert.pipeline.plans import commands
 
-    if not isinstance(command, str) or command not in CONVERSION_OPTIONS:
-        raise UsageError(f"{command!r} is not a conversion{_suggest_command(command)}")
-    cls = CONVERSION_OPTIONS[command]
+    cls = _find_options(command)
+    with use_python_names(cls) as rename:
+        plans = commands.make_plans(_make_options(cls, input, output, options))
+        return [describe_plan(each, rename) for each in plans]
+
+
+def _find_options(command: object) -> type[ConversionOptions]:
+    """Return the options of a conversion. Raises ArgumentError if there is none of this name."""
+    if isinstance(command, str) and command in CONVERSION_OPTIONS:
+        return CONVERSION_OPTIONS[command]
+    if command == VerifyOptions.command:
+        remedy = "call ktconvert.verify"
+    elif near := difflib.get_close_matches(str(command), CONVERSION_OPTIONS, 1):
+        remedy = f"did you mean {near[0]!r}?"
+    else:
+        remedy = f"begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"
+    raise ArgumentError(f"{command!r} is not a conversion; {remedy}")
+
+
+def _make_options(
+    cls: type[ConversionOptions], input: StrPath | None, output: StrPath | None, options: Mapping[str, Any]
+) -> ConversionOptions:
+    """Return the options of a conversion. Raises ArgumentError, and UsageError if they contradict each other."""
     paths = {name: path for name, path in (("input", input), ("output", output)) if path is not None}
-    return commands.make_plans(convert_options(cls, {**paths, **options}, list_parameters(cls)))
-
-
-def _suggest_command(word: object) -> str:
-    """Return what to do about a wrong command, for a message."""
-    if word == "verify":
-        return "; call ktconvert.verify"
-    if near := difflib.get_close_matches(str(word), CONVERSION_OPTIONS, 1):
-        return f"; did you mean {near[0]!r}?"
-    return f"; begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"
+    settings = convert_options(cls, {**paths, **options}, list_parameters(cls))
+    settings.existing.require_consistent()
+    return settings
 
 
 def convert(
     command: str,
     /,
-    input: StrPath | None = None,
-    output: StrPath | None = None,
+    input: str | PathLike[str] | None = None,
+    output: str | PathLike[str] | None = None,
     *,
     executor: Executor | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -125,32 +137,37 @@ def convert(
     from ktconvert.pipeline.report.progress import Reporter
 
     if executor is not None and not hasattr(executor, "submit"):
-        raise UsageError(f"executor must be a concurrent.futures.Executor, not {executor!r}")
+        raise ArgumentError(f"executor must be a concurrent.futures.Executor, not {executor!r}")
     if progress is not None and not callable(progress):
-        raise UsageError(f"progress must be a function of two numbers of bytes, not {progress!r}")
-    plans = plan(command, input, output, **options)
-    first_options = plans[0].options
-    reporting = first_options.reporting
-    reporter = Reporter(
-        json_events=reporting.json_events, verbosity=1 if reporting.verbose else -1, on_progress=progress
-    )
-    commands.run(plans, executor, reporter, overwrite=first_options.existing.overwrite)
+        raise ArgumentError(f"progress must be a function of two numbers of bytes, not {progress!r}")
+    cls = _find_options(command)
+    with use_python_names(cls):
+        settings = _make_options(cls, input, output, options)
+        reporting, existing = settings.reporting, settings.existing
+        reporter = Reporter(
+            json_events=reporting.json_events, verbosity=1 if reporting.verbose else -1, on_progress=progress
+        )
+        plans = commands.make_plans(settings, reporter)
+        for output_plan in plans if existing.force_unlock else ():
+            commands.remove_lock(output_plan.locate(), reporter)
+        commands.run(plans, executor, reporter, overwrite=existing.overwrite, trust_store=existing.trust_store)
     return [output_plan.options.output for output_plan in plans]
 
 
-def verify(output: StrPath, against: StrPath | None = None, **options: Any) -> Report:
+def verify(output: str | PathLike[str], against: str | PathLike[str] | None = None, **options: Any) -> KTReport:
     """Check an output, as `ktconvert verify` does.
 
     output   path of the output
     against  the source checkpoint (a path or a hub id), or a different output, to compare with
     options  the other options of `ktconvert verify --help-all`, with underscores: quant_method, numa, full ...
-    Returns a report, which is true if no check failed (`ok`). `sentence` is None then, else the first problem and its
-    remedy; `problems` lists all problems, `checks` the result of each check, `notes` remarks.
-    Raises UsageError for unknown options and invalid values, and the KTConvertError of a path that holds no output.
+    Returns a report, which is true if no check failed. Raises ArgumentError, a ValueError, for unknown options and
+    invalid values, and another KTConvertError for a path that holds no output.
     """
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
     given = {"output": output, "against": against, **options}
-    settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions))
-    return verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))
+    with use_python_names(VerifyOptions) as rename:
+        settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions))
+        report = verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))
+        return describe_report(report, rename)

@@ -1,0 +1,148 @@
+"""The results of `plan` and `verify`: what they return of the plans and reports of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.engine.plan import Plan
+    from ktconvert.pipeline.verify.verify import Report
+
+
+@dataclass(frozen=True)
+class KTUnit:
+    """A file of weights in a plan.
+
+    name       name in the messages and events of a run
+    final      path below the output
+    bytes_in   bytes of the checkpoint that are read
+    bytes_out  size of the file in bytes
+    """
+
+    name: str
+    final: str
+    bytes_in: int
+    bytes_out: int
+
+
+@dataclass(frozen=True)
+class KTPlan:
+    """The plan of one output, which `ktconvert.plan` returns.
+
+    output   path of the output
+    facts    properties of the output, as in `model` of its `manifest.json`: `architecture`, `method`, `bits`, `numa`,
+             `layers`, `experts`, `hidden`, `intermediate` ...
+    notes    remarks, such as options that have no effect
+    serving  sentence with the command that serves the output; empty if no server loads it
+    units    the files of weights
+    """
+
+    output: Path
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+    serving: str = field(repr=False)
+    units: tuple[KTUnit, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class KTCheck:
+    """A check of a report.
+
+    name      name of the check: `files`, `tensors`, `hashes`, `source` ...
+    result    sentence about the check, if it found no problem
+    problems  problems, one sentence each
+    notes     remarks
+    remedy    advice about the problems
+    """
+
+    name: str
+    result: str
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = field(repr=False)
+    remedy: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class KTProjectionError:
+    """The measured error of a projection in a layer. The names are those of `ktconvert verify --json`.
+
+    layer           number of the layer
+    projection      `gate`, `up` or `down`
+    experts         number of measured experts
+    relative_error  relative L2 error over these experts
+    cosine          cosine over these experts
+    worst_expert    the expert with the largest error
+    worst_relative_error
+                    its relative L2 error
+    """
+
+    layer: int
+    projection: str
+    experts: int
+    relative_error: float
+    cosine: float
+    worst_expert: int
+    worst_relative_error: float
+
+
+@dataclass(frozen=True)
+class KTReport:
+    """The report of a verification, which `ktconvert.verify` returns. It is true if no check failed.
+
+    output    path of the output
+    ok        whether no check failed; `bool(report)` is the same
+    sentence  the first problem, the number of others and the remedy; `None` without problems
+    problems  all problems
+    notes     all remarks
+    against   path of the checkpoint or output that was compared; `None` without one
+    checks    the checks, in the order in which they ran
+    errors    measured errors of each projection in each layer; empty unless `against` is a checkpoint
+    """
+
+    output: Path
+    ok: bool
+    sentence: str | None
+    problems: tuple[str, ...] = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+    against: str | None
+    checks: tuple[KTCheck, ...]
+    errors: tuple[KTProjectionError, ...] = field(repr=False)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def describe_plan(plan: Plan, rename: Callable[[str], str]) -> KTPlan:
+    """Return the result for a plan.
+
+    rename  writes a message for callers in Python
+    """
+    units = tuple(KTUnit(each.name, each.final, each.bytes_in, each.bytes_out) for each in plan.units)
+    return KTPlan(plan.options.output, dict(plan.facts), tuple(map(rename, plan.notes)), plan.serving, units)
+
+
+def describe_report(report: Report, rename: Callable[[str], str]) -> KTReport:
+    """Return the result for a report.
+
+    rename  writes a message for callers in Python
+    """
+
+    def rename_all(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(map(rename, texts))
+
+    return KTReport(
+        output=report.output.root,
+        ok=report.ok,
+        sentence=None if report.sentence is None else rename(report.sentence),
+        problems=rename_all(report.problems),
+        notes=rename_all(report.notes),
+        against=report.against,
+        checks=tuple(
+            KTCheck(each.name, each.result, rename_all(each.problems), rename_all(each.notes), rename(each.remedy))
+            for each in report.checks
+        ),
+        errors=tuple(KTProjectionError(**each.document()) for each in report.errors),
+    )
