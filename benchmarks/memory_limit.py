@@ -81,7 +81,7 @@ def write_weights(scratch: Path, layers: int) -> Path:
     mixtures.write_source(scratch, SHAPE)
     tensors = [np.load(scratch / f"{name}.npy") for name in mixtures.PROJECTIONS]
     with KTExperts.from_bf16(*tensors) as experts:
-        experts.save(scratch / "loose")
+        experts._save(scratch / "loose")
     mixtures.merge_layers(scratch / "loose", scratch / "int4", layers)
     shutil.rmtree(scratch / "loose")
     return scratch / "int4"
@@ -129,7 +129,7 @@ def decode(path: str, limit: int, requested: bool, tokens: int, threads: int) ->
         pool = Pool(threads)
         layers = [KTExperts.load(path, layer, memory="map", pool=pool) for layer in open_converted(Path(path)).layers]
         if not requested:
-            layers = [KTExperts(replace(layer.packed, read_ahead=False), pool=pool) for layer in layers]
+            layers = [KTExperts(replace(layer._packed, read_ahead=False), pool=pool) for layer in layers]
         rng = np.random.default_rng(0)
         hidden = (rng.standard_normal((1, SHAPE.hidden), np.float32).view(np.uint32) >> 16).astype(np.uint16)
         weights = np.full((1, mixtures.TOPK), 1 / mixtures.TOPK, np.float32)

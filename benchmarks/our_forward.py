@@ -42,7 +42,7 @@ class Ours:
     def quantize(self, source: str, method: str, out: str) -> None:
         """Write the loose files of layer 0."""
         with KTExperts.from_bf16(*_source(source), method=method, pool=self.pool) as experts:
-            experts.save(out)
+            experts._save(out)
 
     def load_source(self, source: str, method: str, scratch: str) -> dict[str, float]:
         """Return the seconds of from_bf16, and of from_bf16 with save(), which also waits for the disk."""
@@ -51,7 +51,7 @@ class Ours:
         start, cpu = time.perf_counter(), time.process_time()
         with KTExperts.from_bf16(*tensors, method=method, pool=self.pool) as experts:
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-            experts.save(scratch)
+            experts._save(scratch)
         return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - start}
 
     def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
@@ -92,9 +92,9 @@ class Ours:
 
     def answer(self, path: str, exact: bool) -> dict[str, Any]:
         """Write layer 0's output for variant 0, and return the seconds of this call."""
-        self.layers[0].exact = exact
+        self.layers[0]._exact = exact
         seconds = self.time(0, 1, False)
-        self.layers[0].exact = False
+        self.layers[0]._exact = False
         np.save(path, self.out)
         return seconds
 

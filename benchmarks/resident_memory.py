@@ -104,7 +104,7 @@ def load_layers(path: str, method: str, sizes: list[int]) -> tuple[int, int]:
     for wrapper in wrappers:
         wrapper.load_weights()
     grown = machine.rss() - before
-    rows = wrappers[0].moe.packed.methods
+    rows = wrappers[0].moe._packed.methods
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
     of_expert = sum(tensor.nbytes for name, shape in shapes.items() for tensor in rows[name].tensors(*shape))
     return layers * (experts - count) * of_expert, grown

@@ -178,7 +178,7 @@ def distance(layer: Layer, path: Path, number: int = 0) -> float:
     weights = rng.random(ids.shape, np.float32)
     expected = layer.compute(from_bits(bits), ids, weights.astype(np.float64))
     with KTExperts.load(path, number) as experts:
-        assert experts.function == layer.function
+        assert experts._function == layer.function
         actual = from_bits(experts.forward(bits, ids, weights))
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 

@@ -218,7 +218,7 @@ def test_a_copy_shares_the_weights(model: Any) -> None:
     expected = logits(model)
     copied = copy.deepcopy(model)
     for ours, theirs in zip(experts_of(copied), experts_of(model), strict=True):
-        assert ours.experts.packed is theirs.experts.packed and ours.experts is not theirs.experts
+        assert ours.experts._packed is theirs.experts._packed and ours.experts is not theirs.experts
         assert ours.hot is theirs.hot
         theirs.experts.close()
     with pytest.raises(ValueError, match="were closed"):
@@ -285,5 +285,5 @@ def test_ids_of_no_expert_are_skipped_or_rejected(weights: Path) -> None:
         with pytest.raises(ValueError, match=message):
             experts.forward(hidden, ids, scores, strict_ids=True)
         with pytest.raises(ValueError, match=message):
-            experts.submit(hidden, ids, scores, out=np.empty_like(hidden), strict_ids=True)
+            experts._submit(hidden, ids, scores, out=np.empty_like(hidden), strict_ids=True)
     assert not experts.forward(hidden, np.full((4, 2), -1), scores).any()

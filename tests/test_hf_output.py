@@ -147,6 +147,6 @@ def test_options_apply_to_an_output(outputs: dict[str, Path], example: Path, tmp
     ours = assert_same(outputs["kept"], example, **options)
     for model in (named, ours):
         for module in experts_of(model).values():
-            assert module.experts.exact and module.experts.pool.threads == 1 and len(module.hot) == 2
+            assert module.experts._exact and module.experts._pool.threads == 1 and len(module.hot) == 2
     with pytest.raises(ValueError, match=rf"{re.escape(str(outputs['kept']))}, .*; copy that directory"):
         ours.save_pretrained(tmp_path / "again")

@@ -50,7 +50,7 @@ def run(script: str, preload: Path | None = None) -> str:
 
 def test_a_job_keeps_its_experts_alive():
     run("""
-job = experts.submit(*call, out=out)
+job = experts._submit(*call, out=out)
 experts.close()
 gc.collect()
 job.wait()
@@ -64,17 +64,17 @@ assert np.array_equal(out, expected)
 
 def test_closed_experts_and_pools_reject_calls():
     out = run("""
-job = experts.submit(*call, out=out)
+job = experts._submit(*call, out=out)
 pool.close()
 job.wait()
 assert np.array_equal(out, expected)
 job.submit()
 print(error_of(ValueError, job.wait))
-print(error_of(ValueError, lambda: experts.submit(*call, out=out).wait()))
+print(error_of(ValueError, lambda: experts._submit(*call, out=out).wait()))
 print(error_of(ValueError, lambda: experts.forward(*call)))
 experts.close()
 print(error_of(ValueError, lambda: experts.forward(*call)))
-print(error_of(ValueError, lambda: experts.submit(*call, out=out)))
+print(error_of(ValueError, lambda: experts._submit(*call, out=out)))
 """)
     assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again.\n"
 
@@ -100,7 +100,7 @@ def work():
     jobs[-1].wait()
     return "forked before this was computed" in message and np.array_equal(out, expected)
 
-jobs = [experts.submit(*call, out=out) for _ in range(4)]
+jobs = [experts._submit(*call, out=out) for _ in range(4)]
 in_child(work)
 jobs[-1].wait()
 assert np.array_equal(out, expected)
@@ -175,7 +175,7 @@ def test_ids_that_change_during_a_job_do_no_harm(tmp_path):
     """
     script = """
 tokens, ids, weights = bf16(10_000, 512), np.full((10_000, 1), -1), np.ones((10_000, 1), np.float32)
-experts = KTExperts(experts.packed, pool=Pool(2))  # a new pool, which has no memory yet
+experts = KTExperts(experts._packed, pool=Pool(2))  # a new pool, which has no memory yet
 os.environ["IDS"] = str(ids.ctypes.data)
 assert not experts.forward(tokens, ids, weights).any()
 assert not ids.any()

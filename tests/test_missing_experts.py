@@ -74,7 +74,7 @@ def count_resident_pages(data: Any) -> int:
 
 def find_resident_experts(experts: KTExperts) -> set[int]:
     """Return the file's experts of which some page is in memory."""
-    arrays = experts.packed.arrays.items()
+    arrays = experts._packed.arrays.items()
     return {numa_slice.expert for numa_slice, stored in arrays if any(map(count_resident_pages, stored))}
 
 
@@ -93,7 +93,7 @@ def test_skipped_experts_take_no_memory_until_they_are_needed(form, find_form):
     np.testing.assert_array_equal(compute(experts, one), compute(complete, one))
     assert find_resident_experts(experts) == {0, 3, 4, 5}
     np.testing.assert_array_equal(compute(experts, batch), compute(complete, batch))
-    assert experts.nbytes == complete.nbytes and not experts.packed.missing
+    assert experts.nbytes == complete.nbytes and not experts._packed.missing
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -118,8 +118,8 @@ def test_requested_pages_change_no_result(packed_example, method):
     """Weights that exceed the memory are requested before they are computed."""
     path, batch = packed_example(method, 1), make_inputs(9)
     mapped = KTExperts.load(path, 0, memory="map")
-    assert not mapped.packed.read_ahead
-    requested = KTExperts(replace(mapped.packed, read_ahead=True))
+    assert not mapped._packed.read_ahead
+    requested = KTExperts(replace(mapped._packed, read_ahead=True))
     np.testing.assert_array_equal(compute(requested, batch), compute(mapped, batch))
 
 
@@ -136,7 +136,7 @@ def test_a_map_of_experts_decides_which_ones_are_loaded(packed_example):
 
 def test_closed_experts_free_their_memory_at_once(packed_example):
     experts = KTExperts.load(packed_example("int4", 1), 0, memory="copy", skip=GPU)
-    packed = weakref.ref(experts.packed)
+    packed = weakref.ref(experts._packed)
     gc.disable()
     try:
         experts.close()
@@ -150,7 +150,7 @@ def test_closed_experts_free_their_memory_at_once(packed_example):
 def test_a_changed_mask_loads_experts_before_they_are_computed(packed_example, monkeypatch, way, change):
     path = packed_example("int8", 1)
     wrapper, complete = load(path, num_gpu_experts=5, gpu_experts_mask=torch.from_numpy(GPU)), load(path)
-    assert wrapper.moe is not None and wrapper.moe.packed.missing == {1, 2, 5, 6, 7}
+    assert wrapper.moe is not None and wrapper.moe._packed.missing == {1, 2, 5, 6, 7}
     monkeypatch.setattr(streams, "launch", launch)
     monkeypatch.setattr(streams, "use_stream", lambda device, number: contextlib.nullcontext(number))
     new = torch.tensor([True, True, False, True, False, False, True, True])
@@ -164,7 +164,7 @@ def test_a_changed_mask_loads_experts_before_they_are_computed(packed_example, m
     batch = make_inputs(12)
     assert equal_bits(run(wrapper, batch, way), complete.forward(*batch))
     # Experts that moved to the GPU stay loaded.
-    assert wrapper.moe.packed.missing == ({1, 2, 6, 7} if change == "clear one" else {1, 6, 7})
+    assert wrapper.moe._packed.missing == ({1, 2, 6, 7} if change == "clear one" else {1, 6, 7})
 
 
 def launch(stream: int, function: int, job: Any) -> None:
@@ -195,13 +195,13 @@ def test_a_replayed_graph_loads_what_a_changed_mask_needs(packed_example, monkey
     monkeypatch.setattr(streams, "use_stream", lambda device, number: contextlib.nullcontext(number))
     batch = make_inputs(6)
     run(wrapper, batch, "stream")
-    assert wrapper.moe is not None and wrapper.moe.packed.missing == {1, 2, 5, 6, 7}
+    assert wrapper.moe is not None and wrapper.moe._packed.missing == {1, 2, 5, 6, 7}
     wrapper.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))
     for call in list(log):
         launch(*call)
     (_, buffers) = wrapper._member.model.buffers.last[batch[0].device, HIDDEN, 2]
     assert equal_bits(buffers.out[0], complete.forward(*batch))
-    assert wrapper.moe.packed.missing == {1, 2, 5, 6, 7} - set(batch[1].flatten().tolist())
+    assert wrapper.moe._packed.missing == {1, 2, 5, 6, 7} - set(batch[1].flatten().tolist())
 
 
 def test_buffers_for_prefill_get_skipped_experts_without_loading_them(packed_example):
@@ -250,7 +250,7 @@ def test_a_forward_reports_that_a_file_changed_when_only_c_noticed(packed_exampl
         x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in make_inputs(1)
     )
     ids[:] = 0, 3
-    job = experts.submit(hidden, ids, weights, out=np.empty_like(hidden))
+    job = experts._submit(hidden, ids, weights, out=np.empty_like(hidden))
     job.wait()
     for shard in (tmp_path / "out").glob("*.safetensors"):
         os.utime(shard, (1, 1))

@@ -64,7 +64,7 @@ with warnings.catch_warnings(record=True) as caught:
 policies = {int(line.split()[0], 16): line.split()[1] for line in open("/proc/self/numa_maps")}
 used = []
 for layer in layers:
-    weights = [weight for part, (weight, _) in layer.packed.arrays.items() if part.node == 0]
+    weights = [weight for part, (weight, _) in layer._packed.arrays.items() if part.node == 0]
     used.append(policies[max(start for start in policies if start <= weights[0].ctypes.data)])
 x = np.full((3, layers[0].hidden), 0x3F80, np.uint16)
 out = layers[0].forward(x, np.tile(np.arange(8), (3, 1)), np.ones((3, 8), np.float32))

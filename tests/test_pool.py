@@ -66,12 +66,12 @@ def test_background_jobs_run_in_order_and_again(layer, call):
     experts = KTExperts.from_bf16(*layer, method="AMXINT4", pool=Pool(2))
     x, ids, weights = call
     outs = [np.zeros_like(x) for _ in range(8)]
-    jobs = [experts.submit(x, np.roll(ids, number, 0).copy(), weights, out=out) for number, out in enumerate(outs)]
+    jobs = [experts._submit(x, np.roll(ids, number, 0).copy(), weights, out=out) for number, out in enumerate(outs)]
     jobs[-1].wait()
     for number, out in enumerate(outs):  # all are finished, since the last is
         np.testing.assert_array_equal(out, experts.forward(x, np.roll(ids, number, 0).copy(), weights))
     x2 = x.copy()
-    job = experts.submit(x2, ids, weights, out=outs[0])
+    job = experts._submit(x2, ids, weights, out=outs[0])
     job.wait()
     job.wait()
     x2[:] = np.roll(x, 1, 0)
@@ -112,10 +112,10 @@ os.truncate({str(shard)!r}, 8192)
 result = np.zeros_like(call[0])
 for use in (
     lambda: experts.forward(*call),
-    lambda: experts.submit(*call, out=result).wait(),
+    lambda: experts._submit(*call, out=result).wait(),
     lambda: trained(experts, hidden, ids, weights),
     lambda: loss.backward(),
-    lambda: experts.save({str(tmp_path / "saved")!r}),
+    lambda: experts._save({str(tmp_path / "saved")!r}),
     lambda: KTExperts.load({str(out)!r}, 0, memory="map", pool=pool),
 ):
     try:

@@ -91,8 +91,8 @@ from ktconvert.native_quant.runtime.experts import KTExperts
 root = Path(sys.argv[1])
 for value in (0x3F80, 0x4000):
     weight = np.full((2, 64, 64), value, np.uint16)
-    KTExperts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "saved")
-KTExperts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
+    KTExperts.from_bf16(weight, weight, weight, method="AMXINT8")._save(root / "saved")
+KTExperts.from_bf16(weight, weight, weight, method="AMXINT8")._save(root / "fresh")
 """
 
 

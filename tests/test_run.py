@@ -86,7 +86,7 @@ def test_the_option_memory_maps_converted_experts(example, weights):
     choice = loading.ModelChoice(str(example), cpu_weights=weights, memory="map", threads=1)
     model, _ = loading.load_model_and_tokenizer(choice)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    assert len(modules) == 2 and all(module.experts.packed.mapped for module in modules)
+    assert len(modules) == 2 and all(module.experts._packed.mapped for module in modules)
     options = ("--cpu-weights", weights, "--prompt", "import", "--max-new-tokens", 2, "--memory")
     mapped, copied = (call(example, *options, memory) for memory in ("map", "copy"))
     assert mapped.exit_code == copied.exit_code == 0 and mapped.stdout == copied.stdout

@@ -133,7 +133,7 @@ def test_hot_weights_equal_those_of_compressed_tensors(case):
         theirs = experts_of(case.theirs)[layer]
         assert module.hot.mask.tolist() == mask[layer].tolist()
         assert sorted(module.hot.weights) == mask[layer].nonzero()[:, 0].tolist()
-        assert sorted(module.experts.packed.missing) == sorted(module.hot.weights)  # one copy of each expert
+        assert sorted(module.experts._packed.missing) == sorted(module.hot.weights)  # one copy of each expert
         for expert, (gate_up, down, *_) in module.hot.weights.items():
             assert torch.equal(gate_up, theirs.gate_up_proj[expert])
             assert torch.equal(down, theirs.down_proj[expert])

@@ -134,8 +134,8 @@ def test_weights_determine_the_rows_with_remainder(weights, limit, random_expert
         return floats.from_bits(experts.forward(states, ids, np.tile(np.float32(of), (tokens, 1)))) / of[0]
 
     gate, up = (
-        x @ FORMATS[experts.packed.method].encoding.decode(array, width, hidden).T.astype(np.float64)
-        for part, array in experts.packed.arrays.items()
+        x @ FORMATS[experts._packed.method].encoding.decode(array, width, hidden).T.astype(np.float64)
+        for part, array in experts._packed.arrays.items()
         if part.expert == 0 and part.projection != "down"
     )
     h = gate / (1 + np.exp(-gate)) * up
@@ -156,7 +156,7 @@ def test_every_instruction_set_and_pool_gives_the_same_bits(method, tokens, exac
         expected = experts.forward(*call)
     for name in isas.each():
         for pool in pools:
-            other = KTExperts(experts.packed, exact=exact, pool=pool)
+            other = KTExperts(experts._packed, exact=exact, pool=pool)
             np.testing.assert_array_equal(other.forward(*call), expected, err_msg=name)
 
 
@@ -176,8 +176,8 @@ def test_incomplete_token_blocks_compute(method, isa, random_experts):
         for t in range(0, tokens, 50):
             few = slice(t, t + 50)
             np.testing.assert_array_equal(experts.forward(x[few], ids[few], weights[few]), together[few])
-        rounded = KTExperts(experts.packed, exact=True).forward(x, ids, weights)
-        truth = reference(experts.packed, x[:100], ids[:100], weights[:100])
+        rounded = KTExperts(experts._packed, exact=True).forward(x, ids, weights)
+        truth = reference(experts._packed, x[:100], ids[:100], weights[:100])
     assert distance(together[:100], truth) < 0.8 * distance(rounded[:100], truth)  # remainders were added
 
 
@@ -225,7 +225,7 @@ def test_inconsistent_arrays_are_rejected(make):
             experts.forward(x, ids, weights, **{name: value})
     for order in (np.arange(7), list(range(8)), np.arange(8.0)):
         with pytest.raises(ArgumentError, match=r"^order .*must name each of 8 experts once"):
-            KTExperts(experts.packed, order=order)
+            KTExperts(experts._packed, order=order)
     with pytest.raises(ArgumentError, match=r"^use KTExperts\.load\(path, layer\), or KTExperts\.from_bf16"):
         KTExperts("model-int8")  # type: ignore[arg-type]
 

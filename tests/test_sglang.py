@@ -178,7 +178,7 @@ def test_a_fork_may_ask_for_the_experts_of_the_cpu_only(paths):
     """Its kt-kernel otherwise keeps the GPU's experts, too; ours never loads them."""
     wrapper = make_sglang_kt(paths("BF16"), "BF16", cold_only_cpu_experts=True)
     wrapper.load_weights(torch.arange(EXPERTS))
-    assert set(wrapper.moe.packed.missing) == set(ON_GPU)
+    assert set(wrapper.moe._packed.missing) == set(ON_GPU)
 
 
 def test_a_fork_finds_every_parameter():
@@ -362,7 +362,7 @@ def test_equal_arguments_are_accepted_and_others_are_errors(family):
         )
         equal = dict(zip(names, values, strict=True))
         for method in ("BF16", "AMXINT8"):
-            assert load_small(forms[method], method, layer, **equal).moe.function == function
+            assert load_small(forms[method], method, layer, **equal).moe._function == function
             for name in CONSTANTS[:3]:
                 if function == ExpertFunction() and not any("swiglu" in key for key in config_of(forms["BF16"])):
                     continue  # nothing is recorded

@@ -90,7 +90,7 @@ def draw_lora() -> Lora:
 def read_linears(wrapper: Any, path: Path) -> Linears:
     """Return the weights that the wrapper computes with, in float64, in the files' order."""
     source = open_experts(path)
-    experts = [next(source.linears(wrapper.moe.packed, expert)) for expert in range(EXPERTS)]
+    experts = [next(source.linears(wrapper.moe._packed, expert)) for expert in range(EXPERTS)]
     gate, up, down = (torch.stack([torch.from_numpy(x[p]) for x in experts]).double() for p in range(3))
     return gate, up, down
 

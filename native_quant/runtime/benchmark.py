@@ -170,4 +170,4 @@ def warm_up(experts: KTExperts, topk: int) -> None:
 
 def _make_norm(experts: KTExperts) -> OutputNorm | None:
     """Return a norm for experts that need one: the model has it, not their files."""
-    return OutputNorm(np.ones(experts.hidden, np.float32), 1e-6) if experts.function.output_norm else None
+    return OutputNorm(np.ones(experts.hidden, np.float32), 1e-6) if experts._function.output_norm else None

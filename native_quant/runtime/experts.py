@@ -77,8 +77,8 @@ class KTExperts:
     parts         number of NUMA slices
     source        absolute path of the weights; None if they are not from files
     nbytes        bytes of the loaded weights
-    Only these attributes, and load, from_bf16, forward and close, are public. The other methods serve KTMoEWrapper and
-    KTConvertConfig, and may change.
+
+    KTMoEWrapper and KTConvertConfig use the attributes with a leading underscore, too.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class KTExperts:
         self.hidden = slicing.hidden
         self.intermediate = slicing.intermediate
         self.parts = slicing.numa
-        self.function = function
-        self.pool = pool or get_shared_pool()
-        self.exact = exact
-        self.activations = activations
+        self._function = function
+        self._pool = pool or get_shared_pool()
+        self._exact = exact
+        self._activations = activations
         self.source: Path | None = None  # directory or file of the weights
-        self.order = resolve_order(order, packed.experts)  # expert -> expert in the file
-        missing = MissingExperts(packed, self.order)
-        table = _address_table(packed, self.order)
-        transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
+        self._order = resolve_order(order, packed.experts)  # expert -> expert in the file
+        missing = MissingExperts(packed, self._order)
+        table = _address_table(packed, self._order)
+        transposed = _address_table(packed, self._order, transposed=True) if slicing.backward else ffi.NULL
         if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
             raise ArgumentError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
         first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
@@ -254,9 +254,9 @@ class KTExperts:
     @property
     def nbytes(self) -> int:
         """Bytes of the loaded experts. Raises ValueError after close()."""
-        return self.packed.nbytes
+        return self._packed.nbytes
 
-    def load_missing(self, skip: Skip = None) -> None:
+    def _load_missing(self, skip: Skip = None) -> None:
         """Load the experts that are not loaded yet, except those that are marked in skip [E].
 
         A forward does so for its experts, but without this call, a job whose arrays have changed or a CUDA graph
@@ -297,29 +297,29 @@ class KTExperts:
                 raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
             call.norm = ffi.cast("float *", _address(norm.factors))
             call.norm_epsilon = norm.epsilon
-        self.forward_call(call)
+        self._forward_call(call)
         return out
 
-    def submit(
+    def _submit(
         self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16, strict_ids: bool = False
     ) -> Job:
         """Start a forward in the background, after all earlier jobs of the same pool."""
         arrays = hidden, ids, weights, skip, out
         call, _ = self._check_call(*arrays, strict_ids)
-        job = self.make_job(call, arrays)
+        job = self._make_job(call, arrays)
         job.submit()
         return job
 
-    def make_job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
-        """Return a job for a call of make_call(). It can be submitted many times; each run reads its arrays again."""
+    def _make_job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
+        """Return a job for a call of _make_call(). It can be submitted many times; each run reads its arrays again."""
         moe, packed, _ = memory = self._require_open()
-        if self.function.output_norm:
+        if self._function.output_norm:
             raise UnsupportedError(f"{self.source}: jobs cannot compute experts with a norm of their output.")
         job = ffi.new("ktq_job **")
-        check_error(lib.ktq_job_new(self.pool.pointer, moe, call, job))
-        return Job(job[0], packed.check_reads, (self.pool, memory, *keep))
+        check_error(lib.ktq_job_new(self._pool.pointer, moe, call, job))
+        return Job(job[0], packed.check_reads, (self._pool, memory, *keep))
 
-    def make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
+    def _make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """Return a call by addresses (skip: 0 for none) of checked arrays.
 
         Raises ArgumentError for no expert per token, and for too many.
@@ -330,34 +330,34 @@ class KTExperts:
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new(
-            "ktq_call *", (self.exact, self.activations == INT8, tokens, topk, *inputs, cast("uint16_t *", out))
+            "ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *inputs, cast("uint16_t *", out))
         )
 
-    def forward_call(self, call: Any) -> None:
-        """Run a forward for a call of make_call(). Raises ArgumentError for a missing norm."""
-        if self.function.output_norm and call.norm == ffi.NULL:
-            raise ArgumentError(f"the experts of layer {self.layer} compute {self.function}; give forward the norm")
+    def _forward_call(self, call: Any) -> None:
+        """Run a forward for a call of _make_call(). Raises ArgumentError for a missing norm."""
+        if self._function.output_norm and call.norm == ffi.NULL:
+            raise ArgumentError(f"the experts of layer {self.layer} compute {self._function}; give forward the norm")
         self._run(lib.ktq_forward, call)
 
     @property
-    def trainable(self) -> bool:
-        """True if train_call can compute gradients of these experts."""
-        return not self.function.output_norm and bool(lib.ktq_trainable(self._require_open()[0]))
+    def _trainable(self) -> bool:
+        """True if _train_call can compute gradients of these experts."""
+        return not self._function.output_norm and bool(lib.ktq_trainable(self._require_open()[0]))
 
-    def train_call(self, call: Any, lora: Any, saved: Any, gradients: Any = None) -> None:
-        """Run ktq_train_forward, or with gradients ktq_train_backward, for a call of make_call() (training.py)."""
+    def _train_call(self, call: Any, lora: Any, saved: Any, gradients: Any = None) -> None:
+        """Run ktq_train_forward, or with gradients ktq_train_backward, for a call of _make_call() (training.py)."""
         if gradients is None:
             self._run(lib.ktq_train_forward, call, lora, saved)
         else:
             self._run(lib.ktq_train_backward, call, lora, saved, gradients)
 
-    def save(self, folder: Path | str) -> None:
+    def _save(self, folder: Path | str) -> None:
         """Write kt-kernel's loose .kt files to folder/_layer_N, atomically.
 
         Raises UnsupportedError for a method that has no loose files.
         """
-        self.load_missing()
-        packed = self.packed
+        self._load_missing()
+        packed = self._packed
         root = Path(folder)
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].rearrange is not None:
@@ -381,7 +381,7 @@ class KTExperts:
             publish.publish_path(partial, final)
 
     @property
-    def packed(self) -> weights.LayerWeights:
+    def _packed(self) -> weights.LayerWeights:
         """The weights. Raises ValueError after close()."""
         return self._require_open()[1]
 
@@ -425,7 +425,7 @@ class KTExperts:
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:
         moe, packed, _ = memory = self._require_open()  # another thread may call close() during the call
-        check_error(function(self.pool.pointer, moe, *arguments))
+        check_error(function(self._pool.pointer, moe, *arguments))
         packed.check_reads()
         del memory
 
@@ -451,13 +451,13 @@ class KTExperts:
             raise ArgumentError(
                 f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}"
             )
-        if self.packed.missing:
+        if self._packed.missing:
             unused = np.ones(self.num_experts, np.bool_)
             unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
-            self.load_missing(unused if skip is None else unused | (skip != 0))
+            self._load_missing(unused if skip is None else unused | (skip != 0))
         marks = 0 if skip is None else _address(skip)
         addresses = _address(hidden), _address(ids), _address(weights), marks, _address(out)
-        return self.make_call(tokens, ids.shape[1], *addresses), out
+        return self._make_call(tokens, ids.shape[1], *addresses), out
 
 
 class MissingExperts:

@@ -26,11 +26,11 @@ def write(experts: KTExperts, expert: int, ranks: int, buffers: Addresses) -> Jo
     An expert that is not loaded is read from its file for this job only. Raises NotImplementedError for a method whose
     weights no GPU reads, ValueError for wrong arguments, InputError for files that cannot be read.
     """
-    if experts.function.biases or not experts.function.gated:
-        kind = "biases" if experts.function.biases else "no gate"
+    if experts._function.biases or not experts._function.gated:
+        kind = "biases" if experts._function.biases else "no gate"
         remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
         raise NotImplementedError(f"experts with {kind} cannot be written to the buffers of a GPU: {remedy}")
-    layouts = experts.packed.methods["up"].row_layouts
+    layouts = experts._packed.methods["up"].row_layouts
     if not layouts:
         supported = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
         problem = f"stores weights that no GPU kernel reads (supported: {supported})"
@@ -46,8 +46,8 @@ def write(experts: KTExperts, expert: int, ranks: int, buffers: Addresses) -> Jo
     for name, addresses in zip(BUFFERS, buffers, strict=True):
         if name.split("_")[1] in roles and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
-    packed = experts.packed
-    arrays = packed.read_expert(experts.order[expert])
+    packed = experts._packed
+    arrays = packed.read_expert(experts._order[expert])
     rectangles: list[tuple[Any, ...]] = []
     for numa_slice, stored in arrays.items():
         for index, (layout, data) in enumerate(zip(layouts, stored, strict=True)):
@@ -56,8 +56,8 @@ def write(experts: KTExperts, expert: int, ranks: int, buffers: Addresses) -> Jo
             rectangles += _make_rectangles(numa_slice, layout, address, targets, experts)
     items = ffi.new("ktq_rectangle[]", rectangles)
     pointer = ffi.new("ktq_job **")
-    check_error(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, pointer))
-    job = Job(pointer[0], packed.check_reads, (experts.pool, packed, arrays, items))
+    check_error(lib.ktq_copy_job_new(experts._pool.pointer, len(rectangles), items, pointer))
+    job = Job(pointer[0], packed.check_reads, (experts._pool, packed, arrays, items))
     job.submit()
     return job
 

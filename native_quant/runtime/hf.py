@@ -133,10 +133,10 @@ class KTConvertQuantizer(HfQuantizer):
         loaded = self._load_experts(root, type(model).__name__, modules, masks)
         hot: dict[int, HotExperts] = {}
         if source is not None:
-            if any(experts.function.output_norm for experts in loaded.values()):
+            if any(experts._function.output_norm for experts in loaded.values()):
                 raise UnsupportedError(f"{root}: hot experts cannot have a norm of their output; leave them out")
             for layer in masks:
-                source.require_function(layer, loaded[layer].function)
+                source.require_function(layer, loaded[layer]._function)
             device = hot_experts.hot_device()
             hot_experts.require_memory(masks.values(), modules[0].hidden, modules[0].intermediate, device)
             hot = {layer: hot_experts.load_hot_experts(source, layer, mask, device) for layer, mask in masks.items()}

@@ -65,8 +65,8 @@ class RoutedExperts(torch.nn.Module):
     def _register(self) -> None:
         experts = self.experts
         hot = 0 if self.hot is None else len(self.hot)
-        name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
-        settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
+        name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts._packed):x}'}"
+        settings = ", exact" * experts._exact + f", {hot} hot" * bool(hot)
         self._handle = register_handle(self, name + settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class RoutedExperts(torch.nn.Module):
         out = torch.empty_like(rows)
         if len(rows):
             skip = None if self.hot is None else self.hot.mask
-            norm = self._read_norm() if self.experts.function.output_norm else None
+            norm = self._read_norm() if self.experts._function.output_norm else None
             self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out), norm=norm)
         if self.zero_ids:
             out = (out.float() + self.identity_weight(ids, weights) * rows.float()).to(torch.bfloat16)

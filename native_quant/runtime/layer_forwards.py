@@ -193,7 +193,7 @@ class WrappedLayer:
 
     def load_missing(self) -> None:
         """Load the experts that the mask no longer skips. After this call, only a replayed CUDA graph finds some."""
-        self.experts.load_missing(self.mask.numpy())
+        self.experts._load_missing(self.mask.numpy())
 
     def make_call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False
@@ -201,7 +201,7 @@ class WrappedLayer:
         """Return a ktq_call for tensors as CpuForward._prepare returns them, which must live as long as the call."""
         tokens, topk = ids.shape
         addresses = (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), self.mask.data_ptr(), out.data_ptr())
-        call = self.experts.make_call(tokens, topk, *addresses)
+        call = self.experts._make_call(tokens, topk, *addresses)
         call.add = add
         return call
 
@@ -225,7 +225,7 @@ class CpuForward:
             previous.job.wait()
         out = torch.empty_like(hidden) if previous is None else previous.out
         immediate, deferred = split(ids, weights)
-        layer.experts.forward_call(layer.make_call(hidden, immediate, weights, out, previous is not None))
+        layer.experts._forward_call(layer.make_call(hidden, immediate, weights, out, previous is not None))
         if deferred is not None:
             self._defer(hidden.clone(), deferred, weights.clone())
         return _match_input(out, hidden_states)
@@ -239,12 +239,12 @@ class CpuForward:
         layer.load_missing()
         hidden, ids, weights = (tensor.clone() for tensor in inputs)
         previous = layer.member.take_deferred(len(hidden), CPU)
-        if previous is not None and previous.pool is not layer.experts.pool:
+        if previous is not None and previous.pool is not layer.experts._pool:
             previous.job.wait()  # only jobs of the same pool run in order
         out = torch.empty_like(hidden) if previous is None else previous.out
         immediate, deferred = split(ids, weights)
         call = layer.make_call(hidden, immediate, weights, out, previous is not None)
-        job = layer.experts.make_job(call, (hidden, immediate, weights, out, layer.mask, previous))
+        job = layer.experts._make_job(call, (hidden, immediate, weights, out, layer.mask, previous))
         job.submit()
         if deferred is not None:
             self._defer(hidden, deferred, weights)
@@ -280,9 +280,9 @@ class CpuForward:
         layer = self._layer
         out = torch.empty_like(hidden)
         call = layer.make_call(hidden, ids, weights, out)
-        job = layer.experts.make_job(call, (hidden, ids, weights, out, layer.mask))
+        job = layer.experts._make_job(call, (hidden, ids, weights, out, layer.mask))
         job.submit()
-        layer.member.store_deferred(DeferredExperts(job, layer.experts.pool, out, CPU))
+        layer.member.store_deferred(DeferredExperts(job, layer.experts._pool, out, CPU))
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -359,7 +359,7 @@ class StreamForward:
         own_set = self._set
         next_set = (self._set + 1) % DEPTH
         check_inputs(layer, hidden, ids, weights)
-        layer.experts.packed.check_reads()  # raises errors of earlier forwards without a wait
+        layer.experts._packed.check_reads()  # raises errors of earlier forwards without a wait
         layer.load_missing()
         tokens = hidden.shape[:-1].numel()
         topk = ids.shape[-1]
@@ -367,7 +367,7 @@ class StreamForward:
         self._device = hidden.device
         buffers = layer.member.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
         previous = layer.member.take_deferred(tokens, hidden.device)
-        if previous is not None and previous.pool is not layer.experts.pool:
+        if previous is not None and previous.pool is not layer.experts._pool:
             streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
         for pending in buffers.pending[own_set]:
             streams.launch(stream, WAIT, pending)
@@ -389,7 +389,7 @@ class StreamForward:
             streams.launch(stream, SUBMIT, later)
             buffers.pending[own_set].append(later)
             out = buffers.out[next_set]
-            layer.member.store_deferred(DeferredExperts(later, layer.experts.pool, out, hidden.device))
+            layer.member.store_deferred(DeferredExperts(later, layer.experts._pool, out, hidden.device))
         self._submitted = (job, buffers)
 
     def _get_job(self, buffers: Buffers, kind: str) -> Job:
@@ -405,7 +405,7 @@ class StreamForward:
             ids = buffers.deferred_ids if is_deferred else buffers.ids
             out = buffers.out[(own_set + 1) % DEPTH if is_deferred else own_set]
             call = layer.make_call(buffers.hidden[own_set], ids[own_set], buffers.weights[own_set], out, kind == "add")
-            jobs[kind] = layer.experts.make_job(call, (layer.mask,))  # not buffers: they own the jobs
+            jobs[kind] = layer.experts._make_job(call, (layer.mask,))  # not buffers: they own the jobs
         return jobs[kind]
 
     def __del__(self) -> None:

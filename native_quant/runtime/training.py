@@ -144,7 +144,7 @@ class TrainingPass:
         else:
             saved = SavedForward(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
         out = torch.empty_like(self.hidden)
-        self.experts.train_call(self._c_call(out), self._c_lora(), _c_saved(saved))
+        self.experts._train_call(self._c_call(out), self._c_lora(), _c_saved(saved))
         return out, saved
 
     def backward(
@@ -169,14 +169,14 @@ class TrainingPass:
         fields = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
         fields["weights"] = ffi.cast("float *", gradients.weights.data_ptr())
         pointer = ffi.new("ktq_gradients *", {**fields, **_c_factors(lora)})
-        self.experts.train_call(self._c_call(gradients.hidden), self._c_lora(), _c_saved(saved), pointer)
+        self.experts._train_call(self._c_call(gradients.hidden), self._c_lora(), _c_saved(saved), pointer)
         return gradients
 
     def _shapes(self) -> list[tuple[int, ...]]:
         rows = self.ids.numel()
         x = self.experts
         rank_columns = 0 if self.lora is None else 2 * lib.ktq_rank_columns(self.lora.rank)
-        gate = (rows, x.intermediate if x.function.gated else 0)
+        gate = (rows, x.intermediate if x._function.gated else 0)
         rank_rows = (2 + x.parts, rows, rank_columns)
         return [gate, *[(rows, x.intermediate)] * 2, (x.parts, rows, x.hidden), rank_rows]
 
@@ -184,7 +184,7 @@ class TrainingPass:
         skip = 0 if self.skip is None else self.skip.data_ptr()
         addresses = self.hidden.data_ptr(), self.ids.data_ptr(), self.weights.data_ptr(), skip, out.data_ptr()
         tokens, topk = self.ids.shape
-        return self.experts.make_call(tokens, topk, *addresses)
+        return self.experts._make_call(tokens, topk, *addresses)
 
     def _c_lora(self) -> Any:
         if self.lora is None:
@@ -227,8 +227,8 @@ class _LoraFunction(torch.autograd.Function):
 
 def check_lora(experts: KTExperts, lora: Lora) -> None:
     """Raise ValueError if the tensors of LoRA do not match the experts."""
-    if (len(lora.tensors) == len(lora)) != experts.function.gated:
-        has, have = ("lacks", "have one") if experts.function.gated else ("has", "have none")
+    if (len(lora.tensors) == len(lora)) != experts._function.gated:
+        has, have = ("lacks", "have one") if experts._function.gated else ("has", "have none")
         raise ValueError(f"LoRA of layer {experts.layer} {has} matrices of a gate, but its experts {have}")
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
     rank = lora.rank if lora.up_a.ndim == 3 else 0
@@ -249,9 +249,9 @@ def check_lora(experts: KTExperts, lora: Lora) -> None:
 
 def require_trainable(experts: KTExperts) -> None:
     """Raise UnsupportedError for experts whose computation has no gradient in this runtime."""
-    if not experts.trainable:
+    if not experts._trainable:
         raise UnsupportedError(
-            f"layer {experts.layer}: gradients are unsupported for experts in {experts.packed.description}, or with "
+            f"layer {experts.layer}: gradients are unsupported for experts in {experts._packed.description}, or with "
             "routing weights on their input; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
         )
 

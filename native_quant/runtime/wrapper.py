@@ -244,7 +244,7 @@ class KTMoEWrapper:
             function=self._choose_function(bool(biases)),
         )
         if self.cpu_save:
-            experts.save(self.weight_path)
+            experts._save(self.weight_path)
         self._install(experts)
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:

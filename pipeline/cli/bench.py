@@ -89,7 +89,7 @@ def measure_layer(
             "layers": layers,
             "method": experts.method,
             "activations": INT8 if activations == INT8 else METHODS[experts.method].activations,
-            "weights": experts.packed.description,
+            "weights": experts._packed.description,
             "numa": experts.parts,
             "experts": experts.num_experts,
             "experts_per_token": topk,

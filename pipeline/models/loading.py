@@ -313,7 +313,7 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
             if module.layer not in model_experts.moe_layers:
                 continue
-            slices = [first for first, *_ in converted_experts.linears(module.experts.packed, expert)]
+            slices = [first for first, *_ in converted_experts.linears(module.experts._packed, expert)]
             converted_first = np.concatenate(slices)
             first = model_experts.linear(module.layer, expert, model_experts.projections[0])
             model_first = bf16_to_f32(decode(first))

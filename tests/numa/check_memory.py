@@ -9,7 +9,7 @@ from numa.processes import run, run_program
 # Two NUMA slices from a file and two that are packed here, with the default pool.
 LOAD_AND_PACK = """
 both = [KTExperts.load({model!r}, 0, memory="copy"), pack(2)]
-report(pages=[count_pages_of_slices(experts) for experts in both], nodes=both[0].pool.nodes)
+report(pages=[count_pages_of_slices(experts) for experts in both], nodes=both[0]._pool.nodes)
 """
 
 
@@ -28,7 +28,7 @@ def test_each_slice_is_on_the_nodes_of_its_groups(variant, model):
     report = run_program(
         f"""
         all = [KTExperts.load({str(model)!r}, 0, memory="copy"), *(pack(parts) for parts in {numbers})]
-        report(pages=[count_pages_of_slices(experts) for experts in all], nodes=all[0].pool.nodes)
+        report(pages=[count_pages_of_slices(experts) for experts in all], nodes=all[0]._pool.nodes)
         """
     )
     assert report["nodes"] == nodes

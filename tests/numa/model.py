@@ -26,7 +26,7 @@ def write_output(path: Path) -> None:
         # BF16 bits of numbers between 0.0078 and 0.047, of either sign
         shape = (3, EXPERTS, SIZE, SIZE)
         bits = (rng.integers(0, 2, shape) << 15 | rng.integers(0x3C00, 0x3D40, shape)).astype(np.uint16)
-        KTExperts.from_bf16(*bits, method="AMXINT8", parts=2, layer=layer).save(loose)
+        KTExperts.from_bf16(*bits, method="AMXINT8", parts=2, layer=layer)._save(loose)
     subprocess.run([sys.executable, "-m", "ktconvert.pipeline.cli", "merge", "-i", loose, "-o", path, "-q"], check=True)
     shutil.rmtree(loose)
 

@@ -45,7 +45,7 @@ def count_pages(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
 def count_pages_of_slices(experts: Any) -> list[dict[int, int]]:
     """Return count_pages of each NUMA slice of a KTExperts."""
     arrays: list[list[npt.NDArray[Any]]] = [[] for _ in range(experts.parts)]
-    for numa_slice, pair in experts.packed.arrays.items():
+    for numa_slice, pair in experts._packed.arrays.items():
         arrays[numa_slice.node] += pair
     return [count_pages(each) for each in arrays]
 

@@ -68,8 +68,8 @@ def differentiate(
 
 def decode(experts: KTExperts) -> Linears:
     """Return the weights that experts compute with, in float64."""
-    linears = [list(experts.packed.linears(expert)) for expert in range(experts.num_experts)]
-    dims = [int(projection == "down") for projection in experts.packed.slicing.projections]
+    linears = [list(experts._packed.linears(expert)) for expert in range(experts.num_experts)]
+    dims = [int(projection == "down") for projection in experts._packed.slicing.projections]
     return tuple(
         torch.stack(
             [torch.cat([torch.from_numpy(numa_slice[i]) for numa_slice in slices], dim) for slices in linears]
