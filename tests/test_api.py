@@ -14,6 +14,7 @@ import json
 import os
 import pydoc
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -133,6 +134,45 @@ def test_progress_is_called_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_error_of_progress_and_ctrl_c_stop_the_work_which_the_same_call_resumes(
+    tmp_path: Path, example: Path
+) -> None:
+    seen: list[float] = []
+
+    def stop_by_error(done: int, total: int) -> None:
+        if done == total // 4:
+            raise LookupError("stop")
+
+    def stop_by_signal(done: int, total: int) -> None:
+        seen.append(done / total)
+        if done == total // 4:
+            signal.raise_signal(signal.SIGINT)
+
+    for stop, error in ((stop_by_error, LookupError), (stop_by_signal, KeyboardInterrupt)):
+        with pytest.raises(error):
+            ktconvert.convert("cpu", example, tmp_path / "out", threads=1, progress=stop)
+    assert 0.5 <= seen[-1] < 1  # the first of two layers is finished
+    ktconvert.convert(
+        "cpu", example, tmp_path / "out", threads=1, progress=lambda *call: seen.append(call[0] / call[1])
+    )
+    assert seen[-1] == 1 and ktconvert.verify(tmp_path / "out")
+
+
+def test_options_for_locks_and_hashes_have_an_effect(
+    tmp_path: Path, example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "lock").touch()
+    (tmp_path / "out.work" / "lock.held").write_text("{}")  # of an unknown process
+    with pytest.raises(ktconvert.KTConvertError, match="force_unlock=True"):
+        ktconvert.convert("cpu", example, output)
+    ktconvert.convert("cpu", example, output, force_unlock=True, verify_inputs=True)
+    assert capsys.readouterr().err.startswith("warning: force_unlock=True removed ")
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert "sha256" in manifest["source"][0]
+
+
 # Types of other packages take mypy half a minute, and no signature of ours needs them here.
 MYPY_SETTINGS = """\
 [mypy]
@@ -248,6 +288,10 @@ def test_every_class_has_the_same_capitals() -> None:
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'model' is not a conversion; begin with one of 'cpu', "):
         ktconvert.plan("model", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"'resume' is not a conversion; call ktconvert\.convert again"):
+        ktconvert.convert("resume", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"quant_method must be one of 'GPTQ', 'RTN', not 'int8'\.$"):
+        ktconvert.plan("gpu", "model", "out", quant_method="int8")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="unknown option model; give input and output"):
         ktconvert.convert("cpu", model="model")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="unknown option bits; `ktconvert cpu --help-all` lists the options"):
@@ -256,7 +300,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.plan("cpu", input="model", ouput="out")
     with pytest.raises(UsageError, match=r"unknown option quant_methd; did you mean quant_method\?"):
         ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="quant_method: 'int3' is not one of "):
+    with pytest.raises(UsageError, match=r"quant_method must be one of .*'int4', .*, not 'int3'\.$"):
         ktconvert.verify(tmp_path, quant_method="int3")  # type: ignore[typeddict-item]
     with pytest.raises(UsageError, match="unknown option report"):  # it returns the report
         ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]

@@ -35,6 +35,11 @@ StrPath = str | PathLike[str]
 COMMAND_LINE_ONLY = {"executor", "executor_timeout", "part", "dry_run"}
 # `verify` returns its report, and prints nothing.
 PRINTING = {"report", "run", *(each.name for each in option_fields(Reporting))}
+# Commands that are no conversions -> what to do in Python
+OTHER_COMMANDS: dict[object, str] = {
+    "verify": "call ktconvert.verify",
+    "resume": "call ktconvert.convert again with the same arguments",
+}
 
 
 def list_parameters(cls: type[Options]) -> dict[str, inspect.Parameter]:
@@ -94,8 +99,8 @@ def _find_options(command: object) -> type[ConversionOptions]:
     """Return the options of a conversion. Raises ArgumentError if there is none of this name."""
     if isinstance(command, str) and command in CONVERSION_OPTIONS:
         return CONVERSION_OPTIONS[command]
-    if command == VerifyOptions.command:
-        remedy = "call ktconvert.verify"
+    if command in OTHER_COMMANDS:
+        remedy = OTHER_COMMANDS[command]
     elif near := difflib.get_close_matches(str(command), CONVERSION_OPTIONS, 1):
         remedy = f"did you mean {near[0]!r}?"
     else:
@@ -129,9 +134,11 @@ def convert(
               as for plan; only warnings are printed, with verbose=True also the progress
     executor  any concurrent.futures.Executor whose workers see input and output under the same paths; None: threads of
               this process
-    progress  function that is called with the bytes of input that are done, and all of them, from any thread
-    Returns the directories of the outputs. Raises the errors of plan, and KTConvertError if the work fails; the same
-    call then resumes it.
+    progress  function that is called with the bytes of input that are done, and all of them, from any thread; it is not
+              called if the output is finished already. An error that it raises stops the work
+    Returns the directories of the outputs. Raises the errors of plan, KTConvertError if the work fails, and
+    KeyboardInterrupt after Ctrl-C or SIGTERM, when the running units are finished (a second signal ends the process).
+    The same call then resumes the work.
     """
     from ktconvert.pipeline.plans import commands
     from ktconvert.pipeline.report.progress import Reporter
@@ -141,11 +148,14 @@ def convert(
     if progress is not None and not callable(progress):
         raise ArgumentError(f"progress must be a function of two numbers of bytes, not {progress!r}")
     cls = _find_options(command)
-    with use_python_names(cls):
+    with use_python_names(cls) as rename:
         settings = _make_options(cls, input, output, options)
         reporting, existing = settings.reporting, settings.existing
         reporter = Reporter(
-            json_events=reporting.json_events, verbosity=1 if reporting.verbose else -1, on_progress=progress
+            json_events=reporting.json_events,
+            verbosity=1 if reporting.verbose else -1,
+            on_progress=progress,
+            rename=rename,
         )
         plans = commands.make_plans(settings, reporter)
         for output_plan in plans if existing.force_unlock else ():
@@ -169,5 +179,7 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
     given = {"output": output, "against": against, **options}
     with use_python_names(VerifyOptions) as rename:
         settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions))
-        report = verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))
+        report = verify_output(
+            with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1, rename=rename)
+        )
         return describe_report(report, rename)

@@ -42,9 +42,9 @@ class KTPlan:
 
     output: Path
     facts: Mapping[str, Any]
-    notes: tuple[str, ...]
+    notes: list[str]
     serving: str = field(repr=False)
-    units: tuple[KTUnit, ...] = field(repr=False)
+    units: list[KTUnit] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class KTCheck:
 
     name: str
     result: str
-    problems: tuple[str, ...]
-    notes: tuple[str, ...] = field(repr=False)
+    problems: list[str]
+    notes: list[str] = field(repr=False)
     remedy: str = field(repr=False)
 
 
@@ -105,11 +105,11 @@ class KTReport:
     output: Path
     ok: bool
     sentence: str | None
-    problems: tuple[str, ...] = field(repr=False)
-    notes: tuple[str, ...] = field(repr=False)
+    problems: list[str] = field(repr=False)
+    notes: list[str] = field(repr=False)
     against: str | None
-    checks: tuple[KTCheck, ...]
-    errors: tuple[KTProjectionError, ...] = field(repr=False)
+    checks: list[KTCheck] = field(repr=False)
+    errors: list[KTProjectionError] = field(repr=False)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -120,8 +120,8 @@ def describe_plan(plan: Plan, rename: Callable[[str], str]) -> KTPlan:
 
     rename  writes a message for callers in Python
     """
-    units = tuple(KTUnit(each.name, each.final, each.bytes_in, each.bytes_out) for each in plan.units)
-    return KTPlan(plan.options.output, dict(plan.facts), tuple(map(rename, plan.notes)), plan.serving, units)
+    units = [KTUnit(each.name, each.final, each.bytes_in, each.bytes_out) for each in plan.units]
+    return KTPlan(plan.options.output, dict(plan.facts), list(map(rename, plan.notes)), plan.serving, units)
 
 
 def describe_report(report: Report, rename: Callable[[str], str]) -> KTReport:
@@ -130,8 +130,8 @@ def describe_report(report: Report, rename: Callable[[str], str]) -> KTReport:
     rename  writes a message for callers in Python
     """
 
-    def rename_all(texts: Sequence[str]) -> tuple[str, ...]:
-        return tuple(map(rename, texts))
+    def rename_all(texts: Sequence[str]) -> list[str]:
+        return list(map(rename, texts))
 
     return KTReport(
         output=report.output.root,
@@ -140,9 +140,9 @@ def describe_report(report: Report, rename: Callable[[str], str]) -> KTReport:
         problems=rename_all(report.problems),
         notes=rename_all(report.notes),
         against=report.against,
-        checks=tuple(
+        checks=[
             KTCheck(each.name, each.result, rename_all(each.problems), rename_all(each.notes), rename(each.remedy))
             for each in report.checks
-        ),
-        errors=tuple(KTProjectionError(**each.document()) for each in report.errors),
+        ],
+        errors=[KTProjectionError(**each.document()) for each in report.errors],
     )

@@ -233,7 +233,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.ClickException as error:
         _fail(_describe_usage(error), 2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if code := getattr(error, "exit_code", None):  # of a run that can be resumed
+            _fail(str(error), code)
         click.echo(err=True)  # the line of the terminal's ^C
         _fail("interrupted.", 130)
     except BrokenPipeError:  # the reader of our output has ended

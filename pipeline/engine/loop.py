@@ -30,8 +30,8 @@ from ktconvert.pipeline.report.progress import Reporter
 SIGNAL_DELAY = 0.05  # seconds; the main thread waits here, and Python runs signal handlers in it
 
 
-class Interrupted(Exception):
-    """Error for a run that the user stopped; everything finished is recorded.
+class Interrupted(KeyboardInterrupt):
+    """Error for a run that the user stopped (SIGINT or SIGTERM); everything finished is recorded.
 
     exit_code  as shells expect it
     """

@@ -30,14 +30,21 @@ class Reporter:
     With a verbosity of -1 only warnings are printed, with -2 nothing.
 
     on_progress  is called with the bytes of input that are done, and all of them
+    rename       returns a line for people with the option names that its readers use
     """
 
     def __init__(
-        self, *, json_events: bool = False, verbosity: int = 0, on_progress: Callable[[int, int], object] | None = None
+        self,
+        *,
+        json_events: bool = False,
+        verbosity: int = 0,
+        on_progress: Callable[[int, int], object] | None = None,
+        rename: Callable[[str], str] = str,
     ) -> None:
         self.json_events = json_events
         self.verbosity = verbosity
         self._on_progress = on_progress
+        self._rename = rename
         self._lock = threading.Lock()
         self._total = self._done = self._done_here = 0
         self._units_done = self._units = 0
@@ -65,7 +72,7 @@ class Reporter:
     def say(self, text: str, level: int = 0) -> None:
         """Print a line for people; level 1 only with -v, level -1 also with -q."""
         if level <= self.verbosity:
-            text = escape(text)
+            text = escape(self._rename(text))
             with self._lock:
                 if self._bar is not None:
                     self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
