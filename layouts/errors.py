@@ -16,9 +16,11 @@ INCOMPLETE = "check that the download is complete, or use another release"
 class KTConvertError(Exception):
     """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY.", without a traceback.
 
-    exit_code     exit code of the command line, which tells kinds of errors apart
-    path, remedy  omitted if the problem names them
-    tensor        name of the tensor at fault
+    exit_code  exit code of the command line, which tells kinds of errors apart
+    problem    what is wrong
+    remedy     what to do; empty if the problem names it
+    path       file or directory at fault; None if the problem names it
+    tensor     name of the tensor at fault; empty if there is none
     """
 
     exit_code = 1

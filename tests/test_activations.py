@@ -11,8 +11,9 @@ import pytest
 
 import ktconvert.native_quant
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.hot_experts import compute_activation
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
@@ -146,7 +147,7 @@ def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int
     ids = np.stack([rng.permutation(4)[:3] for _ in hidden])
     weights = rng.random((33, 3), np.float32)
     ids[5, 1], ids[6] = -1, -1
-    norm = OutputNorm(1 + rng.standard_normal(128).astype(np.float32) / 4, 1e-6)
+    norm = factors, epsilon = 1 + rng.standard_normal(128).astype(np.float32) / 4, 1e-6
     function = ExpertFunction(output_norm=True)
     results = []
     for threads in (1, 3):
@@ -158,12 +159,19 @@ def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int
             each = [from_bits(experts.forward(hidden, ids[:, [j]], ones, norm=norm)) for j in range(3)]
             with pytest.raises(ValueError, match="norm of their output; give forward the norm"):
                 experts.forward(hidden, ids, weights)
+            for wrong, message in (
+                (factors, r"norm must be a tuple of an array and a number, not float32 \[128\]"),
+                ((factors[1:], epsilon), r"norm\[0\] must be a NumPy array float32 \[128\]"),
+                ((factors, 0.0), r"norm\[1\] must be a number above 0, not 0"),
+            ):
+                with pytest.raises(ArgumentError, match=message):
+                    experts.forward(hidden, ids, weights, norm=wrong)
     np.testing.assert_array_equal(*results)
     plain = KTExperts.from_bf16(gate, up, down, method=method, parts=parts)
     expected = np.zeros((33, 128))
     for j in range(3):
-        z = from_bits(plain.forward(hidden, ids[:, [j]], ones)) * norm.factors
-        z /= np.sqrt((z * z).mean(1, keepdims=True) + norm.epsilon)
+        z = from_bits(plain.forward(hidden, ids[:, [j]], ones)) * factors
+        z /= np.sqrt((z * z).mean(1, keepdims=True) + epsilon)
         np.testing.assert_allclose(each[j], z, rtol=0.005, atol=1e-6)
         expected += weights[:, [j]] * z
     np.testing.assert_allclose(from_bits(results[0]), expected, rtol=0.005, atol=1e-3)

@@ -331,7 +331,7 @@ def test_contradicting_options_are_rejected(trained_model, options, kind, why):
 def test_config_options_are_checked(trained_model):
     with pytest.raises(UsageError, match="select experts with gpu_experts_mask or num_gpu_experts"):
         KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts=trained_model["w4"])
-    with pytest.raises(UsageError, match="num_gpu_experts must be a whole number of at least 0, not -1"):
+    with pytest.raises(UsageError, match="num_gpu_experts must be an int of at least 0, not -1"):
         KTConvertConfig(cpu_weights=trained_model["int8"], num_gpu_experts=-1)
     config = KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
     again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))

@@ -65,7 +65,7 @@ def test_only_the_mask_may_be_omitted(packed_example):
     with pytest.raises(TypeError, match="also requires cpuinfer_threads, weight_path"):
         KTMoEWrapper(**given)
     for number in (-1, 9, None):
-        with pytest.raises(ValueError, match=f"num_gpu_experts must be a whole number from 0 to 8, not {number}"):
+        with pytest.raises(ValueError, match=f"num_gpu_experts must be an int from 0 to 8, not {number}"):
             KTMoEWrapper(**given, **threads, num_gpu_experts=number)
 
 
@@ -323,10 +323,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"swiglu_limit": -1.0}, ValueError, "swiglu_limit must be a finite number of at least 0, not -1.0"),
     ({"swiglu_alpha": float("nan")}, ValueError, "swiglu_alpha must be a finite number of at least 0, not nan"),
     *(
-        ({size: value}, ArgumentError, "must be a whole number of at least 1")
+        ({size: value}, ArgumentError, "must be an int of at least 1")
         for size, value in (("num_experts", 0), ("hidden_size", -1))
     ),
-    ({"num_experts_per_tok": 9}, ArgumentError, "must be a whole number from 1 to 8, not 9"),
+    ({"num_experts_per_tok": 9}, ArgumentError, "must be an int from 1 to 8, not 9"),
     ({"numa_nodes": machine.numa_nodes()[:1], "threadpool_count": 2}, ValueError, "numa_nodes must name 2 nodes"),
     ({"numa_nodes": [0, 0], "threadpool_count": 2}, ValueError, NODES + r"\[0, 0\]"),
     ({"gpu_experts_mask": torch.zeros(3)}, ValueError, r"gpu_experts_mask must be a bool tensor \[8\], not Tensor"),

@@ -24,7 +24,7 @@ def require_integer(name: str, value: Any, lowest: int, highest: int | None = No
         number = None
     if number is None or number < lowest or (highest is not None and number > highest):
         limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
-        raise ArgumentError(f"{name} must be a whole number {limits}, not {describe(value)}")
+        raise ArgumentError(f"{name} must be an int {limits}, not {describe(value)}")
     return number
 
 

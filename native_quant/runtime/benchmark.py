@@ -14,10 +14,10 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.arrays import I64, U16, Array
+from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.machine import unbind_thread
-from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts
 
 # Numbers of sections of an array that one thread can read in parallel. More are no faster; which number is fastest
 # depends on the machine.
@@ -168,6 +168,6 @@ def warm_up(experts: KTExperts, topk: int) -> None:
     experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32), norm=_make_norm(experts))
 
 
-def _make_norm(experts: KTExperts) -> OutputNorm | None:
+def _make_norm(experts: KTExperts) -> tuple[F32, float] | None:
     """Return a norm for experts that need one: the model has it, not their files."""
-    return OutputNorm(np.ones(experts.hidden, np.float32), 1e-6) if experts._function.output_norm else None
+    return (np.ones(experts.hidden, np.float32), 1e-6) if experts._function.output_norm else None

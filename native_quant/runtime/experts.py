@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -45,17 +45,6 @@ BF16, INT8 = ACTIVATIONS = "bf16", "int8"
 _warned: set[tuple[str, int, int]] = set()
 
 
-class OutputNorm(NamedTuple):
-    """The norm of each expert's output: y * factors / sqrt(mean((y * factors)^2) + epsilon).
-
-    factors  float32 [H]
-    epsilon  above 0
-    """
-
-    factors: F32
-    epsilon: float
-
-
 class KTExperts:
     """The routed experts of a layer, which compute the weighted sum of each token's experts with NumPy arrays.
 
@@ -77,9 +66,9 @@ class KTExperts:
     parts         number of NUMA slices
     source        absolute path of the weights; None if they are not from files
     nbytes        bytes of the loaded weights
-
-    KTMoEWrapper and KTConvertConfig use the attributes with a leading underscore, too.
     """
+
+    # The package's other classes also use the attributes with a leading underscore.
 
     def __init__(
         self,
@@ -237,10 +226,10 @@ class KTExperts:
         biases    "gate", "up" and "down" -> float32 [E, I], for down [E, H], as `function` must say; None: no biases
         method    method of the weights, such as "AMXINT8"
         parts     number of NUMA slices
-        function  what the experts compute; by default down(silu(gate x) * up x)
         layer     number of the layer, for messages
         threads, exact, activations, order, pool
                   as for load
+        function  what the experts compute, for our own classes; by default down(silu(gate x) * up x)
 
         Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
         that the method does not support.
@@ -274,7 +263,7 @@ class KTExperts:
         skip: Skip = None,
         out: U16 | None = None,
         strict_ids: bool = False,
-        norm: OutputNorm | None = None,
+        norm: tuple[F32, float] | None = None,
     ) -> U16:
         """Return the weighted sum of each token's experts, uint16 [T, H], BF16 bits.
 
@@ -285,18 +274,22 @@ class KTExperts:
         skip        bool or uint8 [E]: marked experts add nothing
         out         uint16 [T, H]: array for the result; None: a new one
         strict_ids  whether ids outside 0 .. E-1 are errors
-        norm        the norm of each expert's output, if the experts need one
+        norm        factors, float32 [H], and epsilon, above 0, for experts with a norm of their output, which is then
+                    y * factors / sqrt(mean((y * factors)^2) + epsilon)
         All arrays must be contiguous. Raises ArgumentError for any other array, for the first wrong id if strict_ids,
         for a missing norm, and after close(); MemoryError; ResourceError if a forked process cannot start threads;
         InputError if a mapped file cannot be read.
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
-            require_array("norm.factors", norm.factors, (FLOAT32,), (self.hidden,))
-            if not 0 < norm.epsilon < float("inf"):
-                raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
-            call.norm = ffi.cast("float *", _address(norm.factors))
-            call.norm_epsilon = norm.epsilon
+            if not isinstance(norm, tuple) or len(norm) != 2:
+                raise ArgumentError(f"norm must be a tuple of an array and a number, not {describe(norm)}")
+            factors, epsilon = norm
+            require_array("norm[0]", factors, (FLOAT32,), (self.hidden,))
+            if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
+                raise ArgumentError(f"norm[1] must be a number above 0, not {describe(epsilon)}")
+            call.norm = ffi.cast("float *", _address(factors))
+            call.norm_epsilon = epsilon
         self._forward_call(call)
         return out
 

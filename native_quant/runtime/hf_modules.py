@@ -16,8 +16,9 @@ import torch
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.runtime import adapters, training
-from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
@@ -110,10 +111,10 @@ class RoutedExperts(torch.nn.Module):
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.to(hidden.device, hidden.dtype)
 
-    def _read_norm(self) -> OutputNorm:
+    def _read_norm(self) -> tuple[F32, float]:
         """Return the norm of transformers' MuseSparkTextInputScaledRMSNorm: factors are 1 + weight."""
         norm: Any = self.post_expert_norm
-        return OutputNorm((norm.weight.detach().to(CPU, torch.float32) + 1).numpy(), norm.eps)
+        return (norm.weight.detach().to(CPU, torch.float32) + 1).numpy(), norm.eps
 
     def _compute_with_adapter(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.LayerAdapter
