@@ -22,11 +22,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 
 import ktconvert
 from ktconvert._functions import list_parameters
-from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UsageError
+from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.python_names import use_python_names
@@ -280,6 +281,15 @@ def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) ->
         ktconvert.KTConvertConfig(**wrong, **selected)
 
 
+def test_messages_of_the_classes_name_their_arguments() -> None:
+    zeros = np.zeros((2, 256, 256), np.uint16)
+    with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .* with parts \(threadpool_count\) 1, 2\.$"):
+        ktconvert.KTExperts.from_bf16(zeros, zeros, zeros, parts=3)
+    pytest.importorskip("transformers")
+    with pytest.raises(UsageError, match=r"^gpu_experts_mask and num_gpu_experts exclude each other; give one of them"):
+        ktconvert.KTConvertConfig(gpu_experts_mask="mask.safetensors", num_gpu_experts=1)
+
+
 def test_every_class_has_the_same_capitals() -> None:
     """kt-kernel's KTMoEWrapper sets the pattern."""
     assert all(name.startswith("KT") for name in ktconvert.__all__ if isinstance(getattr(ktconvert, name), type))
@@ -387,7 +397,7 @@ def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: 
 
 def test_help_of_the_wrapper_shows_real_defaults() -> None:
     signature = str(inspect.signature(ktconvert.KTMoEWrapper))
-    assert "object at 0x" not in signature and "weight_path: 'str' = required" in signature
+    assert "object at 0x" not in signature and "weight_path: 'str | PathLike[str]' = required" in signature
 
 
 def test_help_of_the_functions_fits_the_screen() -> None:

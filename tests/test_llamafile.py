@@ -169,7 +169,7 @@ def test_slices_are_multiples_of_the_unit(width, unit, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "I", width)
     write_model(tmp_path / "m.gguf", ("Q4_0",) * 3)
     assert KTExperts.load(tmp_path / "m.gguf", 0, parts=2)._packed.slicing.widths == (2 * unit, unit)
-    message = rf"size {width} has 3 units of {unit} columns\. Legal numbers .*: 1, 2, 3\."
+    message = rf"size {width} has 3 units of {unit} columns\. Legal values .*: 1, 2, 3\."
     with pytest.raises(UnsupportedError, match=message):
         KTExperts.load(tmp_path / "m.gguf", 0, parts=4)
 

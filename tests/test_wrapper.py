@@ -330,6 +330,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"numa_nodes": machine.numa_nodes()[:1], "threadpool_count": 2}, ValueError, "numa_nodes must name 2 nodes"),
     ({"numa_nodes": [0, 0], "threadpool_count": 2}, ValueError, NODES + r"\[0, 0\]"),
     ({"gpu_experts_mask": torch.zeros(3)}, ValueError, r"gpu_experts_mask must be a bool tensor \[8\], not Tensor"),
+    ({"max_deferred_experts_per_token": "1"}, ArgumentError, "must be an int of at least 0, not '1'"),
+    *(({"weight_path": value}, ArgumentError, f"weight_path must be a path, not {value}") for value in (None, 5)),
+    ({"cpu_save": "no"}, ArgumentError, "cpu_save must be one of False, True, not 'no'"),
+    ({"layer": 1}, TypeError, r"^KTMoEWrapper\(\) got an unexpected keyword argument 'layer'$"),
     ({"situ_linear_beta": 25.0}, ValueError, "situ_linear_beta=25 belong to no activation"),
     ({"situ_beta": 4.0, "swiglu_limit": 7.0}, ValueError, "swiglu_limit=7, situ_beta=4 belong to no activation"),
 ]

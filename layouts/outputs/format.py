@@ -212,14 +212,21 @@ def choose_count(layers: Iterable[tuple[Format, tuple[int, int]]], numa: int) ->
     return numa
 
 
-def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others: Iterable[Format] = ()) -> None:
-    """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them."""
+def require_legal(
+    fmt: Format, hidden: int, intermediate: int, numa: int, others: Iterable[Format] = (), option: str = "--numa"
+) -> None:
+    """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them.
+
+    option  the caller's name for the number of slices
+    """
     if (reason := explain_illegal_count(fmt, [(hidden, intermediate)], numa)) is None:
         return
     choices = []
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
         counts = legal_counts(candidate, [(hidden, intermediate)])
         if counts:
-            choices.append(f"{candidate.option} ({candidate.name}) with --numa {', '.join(map(str, counts))}")
+            choices.append(f"{candidate.option} ({candidate.name}) with {option} {', '.join(map(str, counts))}")
     remedy = f"use {'; or '.join(choices)}" if choices else "no method can hold it"
-    raise UnsupportedError(f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}; {remedy}.")
+    raise UnsupportedError(
+        f"{fmt.name} cannot hold this model in {numa} NUMA slice{'s' * (numa > 1)}: {reason}; {remedy}."
+    )

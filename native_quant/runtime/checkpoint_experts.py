@@ -215,7 +215,7 @@ def divide_experts(path: Path, rows: dict[str, Method], whole: Slicing, required
     if problem := explain(count):
         legal = ", ".join(str(legal_count) for legal_count in USUAL_COUNTS if not explain(legal_count)) or "none"
         problem = f"method {name} cannot compute it in {count} NUMA slices: {problem}"
-        raise UnsupportedError(f"{path}: {problem}. Legal numbers of slices (threadpool_count): {legal}.")
+        raise UnsupportedError(f"{path}: {problem}. Legal values of parts (threadpool_count): {legal}.")
     return replace(whole, numa=count, multiple=unit)
 
 

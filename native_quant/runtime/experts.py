@@ -170,6 +170,7 @@ class KTExperts:
         """
         path = Path(require_path("path", path))
         require_one_of("memory", memory, MEMORY)
+        require_one_of("strict", strict, (False, True))
         layer = require_integer("layer", layer, 0)
         for name, size in (
             ("num_experts", num_experts),
@@ -572,8 +573,8 @@ _weight_bytes = functools.cache(kernels.weight_bytes)
 
 def _report_slice_count(path: str, have: int, required: int, strict: bool) -> None:
     message = (
-        f"{path}: made for {have} NUMA slices, run with {required}: the result is right, but memory may be read across "
-        f"nodes; `ktconvert resplit --numa {required}` rewrites it for full speed."
+        f"{path}: made for {have} NUMA slice{'s' * (have > 1)}, run with {required}: the result is right, but memory "
+        f"may be read across nodes; `ktconvert resplit --numa {required}` rewrites it for full speed."
     )
     if strict:
         raise UnsupportedError(message)

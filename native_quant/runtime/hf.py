@@ -76,7 +76,8 @@ class KTConvertConfig(QuantizationConfigMixin):
         require_one_of("exact", exact, (False, True))
         require_one_of("activations", activations, ACTIVATIONS)
         require_one_of("memory", memory, MEMORY)
-        hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
+        if gpu_experts_mask is not None and num_gpu_experts is not None:
+            raise UsageError("gpu_experts_mask and num_gpu_experts exclude each other; give one of them")
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             remedy = "select experts with gpu_experts_mask or num_gpu_experts"
             raise UsageError(f"gpu_experts is set, but no experts are selected; {remedy}")

@@ -46,12 +46,6 @@ MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
 # --- masks -----------------------------------------------------------------------------------------
 
 
-def check_choice(mask: object, count: int | None) -> None:
-    """Raise UsageError for a mask together with a count."""
-    if mask is not None and count is not None:
-        raise UsageError("a mask of experts and a number of experts exclude each other; give one of them")
-
-
 def parse_mask(mask: Any) -> str | list[list[bool]]:
     """Return a mask as a JSON value: the path of a file, or lists. mask: one of these, or a tensor or array.
 
@@ -97,7 +91,6 @@ def masks_by_layer(
     layers   number of decoder layers of the model, with and without experts
     Raises InputError if the mask does not fit the model, UsageError if a layer has fewer experts than `count`.
     """
-    check_choice(mask, count)
     if mask is None:
         for layer, total in experts.items():
             if (count or 0) > total:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -125,7 +126,7 @@ class SftMoEWrapper:
         hidden_size: int,
         moe_intermediate_size: int,
         threadpool_count: int,
-        weight_path: str,
+        weight_path: str | PathLike[str],
         chunked_prefill_size: int,
         method: str,
         lora_rank: int,
@@ -150,7 +151,7 @@ class SftMoEWrapper:
         self.moe_intermediate_size = moe_intermediate_size
         self.method = method
         self.threadpool_count = threadpool_count
-        self.weight_path = weight_path
+        self.weight_path = str(weight_path)
         self.chunked_prefill_size = int(chunked_prefill_size)
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha

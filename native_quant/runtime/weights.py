@@ -276,7 +276,8 @@ def pack_linears(
     pool: Pool,
 ) -> LayerWeights:
     """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice."""
-    require_legal(FORMATS[method.name], slicing.hidden, slicing.intermediate, slicing.numa)
+    sizes = slicing.hidden, slicing.intermediate, slicing.numa
+    require_legal(FORMATS[method.name], *sizes, option="parts (threadpool_count)")
 
     def make_writer(expert: int, projection: str) -> WriteSlice:
         return lambda numa_slice, out: write(numa_slice.cut_linear(linears[projection][expert]), out)

@@ -6,6 +6,7 @@ import enum
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +20,7 @@ from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
-from ktconvert.native_quant.runtime.arguments import describe, require_integer
+from ktconvert.native_quant.runtime.arguments import describe, require_integer, require_one_of, require_path
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
 from ktconvert.native_quant.runtime.experts import BF16, KTExperts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
@@ -99,7 +100,10 @@ class KTMoEWrapper:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
         if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
+        try:
+            bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
+        except TypeError as error:
+            raise TypeError(f"KTMoEWrapper() {error}") from None
         bound.apply_defaults()
         if bound.arguments["mode"] != "sft":
             return super().__new__(cls)
@@ -115,7 +119,7 @@ class KTMoEWrapper:
         gpu_experts_mask: torch.Tensor | None = _OMITTED,
         cpuinfer_threads: int = _REQUIRED,
         threadpool_count: int = _REQUIRED,
-        weight_path: str = _REQUIRED,
+        weight_path: str | PathLike[str] = _REQUIRED,
         chunked_prefill_size: int = _REQUIRED,
         cpu_save: bool = False,
         max_deferred_experts_per_token: int | None = None,
@@ -405,6 +409,10 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in positive:
         require_integer(name, arguments[name], 1)
     require_integer("num_experts_per_tok", arguments["num_experts_per_tok"], 1, arguments["num_experts"])
+    require_integer("max_deferred_experts_per_token", arguments["max_deferred_experts_per_token"] or 0, 0)
+    require_one_of("cpu_save", arguments["cpu_save"], (False, True))
+    if arguments["weight_path"] != "":  # load_weights_from_tensors reads none
+        require_path("weight_path", arguments["weight_path"])
 
 
 def _make_sft_wrapper(arguments: Mapping[str, Any]) -> SftMoEWrapper:

@@ -126,7 +126,8 @@ class ModelChoice:
         if self.has_hot_experts and self.cpu_weights is None:
             problem = "--gpu-experts-mask and --num-gpu-experts select experts that --cpu-weights does not compute"
             raise UsageError(f"{problem}; also give --cpu-weights")
-        hot_experts.check_choice(self.gpu_experts_mask, self.num_gpu_experts)
+        if self.gpu_experts_mask is not None and self.num_gpu_experts is not None:
+            raise UsageError("--gpu-experts-mask and --num-gpu-experts exclude each other; give one of them")
         if self.adapter is not None:
             require_packages("--adapter", ["peft"], "train")
             require_adapter(self.adapter)

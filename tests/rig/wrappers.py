@@ -30,7 +30,7 @@ def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
     """Make a wrapper for layer 0 with two threads. changed: other arguments."""
     arguments: dict[str, Any] = {"layer_idx": 0, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
     arguments |= {"hidden_size": HIDDEN, "moe_intermediate_size": 256, "gpu_experts_mask": None, "cpuinfer_threads": 2}
-    arguments |= {"threadpool_count": 1, "weight_path": str(weight_path), "chunked_prefill_size": 512}
+    arguments |= {"threadpool_count": 1, "weight_path": weight_path, "chunked_prefill_size": 512}
     return KTMoEWrapper(**(arguments | {"method": "AMXINT8"} | changed))
 
 
