@@ -300,6 +300,12 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.plan("model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match=r"'resume' is not a conversion; call ktconvert\.convert again"):
         ktconvert.convert("resume", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"\['cpu'\] is not a conversion; did you mean 'cpu'"):
+        ktconvert.plan(["cpu"], "model", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"group_size must be one of 128, 64, 32, not 5\.$"):
+        ktconvert.plan("gpu", "model", "out", group_size=5)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"quant_method: int8 is given twice\.$"):
+        ktconvert.plan("cpu", "model", "out", quant_method=["int8", "int8"])
     with pytest.raises(ArgumentError, match=r"quant_method must be one of 'GPTQ', 'RTN', not 'int8'\.$"):
         ktconvert.plan("gpu", "model", "out", quant_method="int8")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="unknown option model; give input and output"):

@@ -29,14 +29,13 @@ from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-
 StrPath = str | PathLike[str]
 # Python passes an Executor to `convert`, which also divides the work, and `plan` is a dry run.
 COMMAND_LINE_ONLY = {"executor", "executor_timeout", "part", "dry_run"}
 # `verify` returns its report, and prints nothing.
 PRINTING = {"report", "run", *(each.name for each in option_fields(Reporting))}
 # Commands that are no conversions -> what to do in Python
-OTHER_COMMANDS: dict[object, str] = {
+OTHER_COMMANDS = {
     "verify": "call ktconvert.verify",
     "resume": "call ktconvert.convert again with the same arguments",
 }
@@ -99,9 +98,10 @@ def _find_options(command: object) -> type[ConversionOptions]:
     """Return the options of a conversion. Raises ArgumentError if there is none of this name."""
     if isinstance(command, str) and command in CONVERSION_OPTIONS:
         return CONVERSION_OPTIONS[command]
-    if command in OTHER_COMMANDS:
-        remedy = OTHER_COMMANDS[command]
-    elif near := difflib.get_close_matches(str(command), CONVERSION_OPTIONS, 1):
+    word = str(command)
+    if word in OTHER_COMMANDS:
+        remedy = OTHER_COMMANDS[word]
+    elif near := difflib.get_close_matches(word, CONVERSION_OPTIONS, 1):
         remedy = f"did you mean {near[0]!r}?"
     else:
         remedy = f"begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"

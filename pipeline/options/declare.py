@@ -370,8 +370,9 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
         remedy = f"; give {name}=[{value!r}]" if is_tuple and not isinstance(value, list) else ""
         raise ArgumentError(f"{name} must be {required}, not {value!r}{remedy}") from error
     except click.BadParameter as error:
-        if isinstance(click_type := option_field.click_type, click.Choice):  # click would write GPTQ as gptq
-            choices = ", ".join(map(repr, click_type.choices))
+        click_type = option_field.click_type
+        if isinstance(click_type, click.Choice) and not isinstance(click_type, ChoiceList):
+            choices = ", ".join(repr(option_field.value_type(word)) for word in click_type.choices)  # not in lower case
             raise ArgumentError(f"{name} must be one of {choices}, not {value!r}") from error
         raise ArgumentError(f"{name}: {error.message}") from error
     return tuple(converted) if is_tuple else converted[0]
