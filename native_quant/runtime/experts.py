@@ -21,13 +21,14 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.arrays import F32, I64, U16, Array
+from ktconvert.native_quant.arrays import F32, I64, U16
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.arguments import (
     FLOAT32,
     INT64,
     MARKS,
     UINT16,
+    AnySize,
     describe,
     require_array,
     require_integer,
@@ -40,6 +41,7 @@ from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
+TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
 BF16_BITS = "the bits of BF16 numbers"
 BF16, INT8 = ACTIVATIONS = "bf16", "int8"
 _warned: set[tuple[str, int, int]] = set()
@@ -289,7 +291,7 @@ class KTExperts:
             require_array("norm[0]", factors, (FLOAT32,), (self.hidden,))
             if not isinstance(epsilon, numbers.Real) or not 0 < epsilon < float("inf"):
                 raise ArgumentError(f"norm[1] must be a number above 0, not {describe(epsilon)}")
-            call.norm = ffi.cast("float *", _address(factors))
+            call.norm = ffi.from_buffer("float[]", factors)
             call.norm_epsilon = epsilon
         self._forward_call(call)
         return out
@@ -314,18 +316,20 @@ class KTExperts:
         return Job(job[0], packed.check_reads, (self._pool, memory, *keep))
 
     def _make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
-        """Return a call by addresses (skip: 0 for none) of checked arrays.
+        """Return a call for the addresses (skip: 0 for none) of checked arrays.
 
         Raises ArgumentError for no expert per token, and for too many.
         """
+        cast = ffi.cast
+        inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
+        return self._make_pointer_call(tokens, topk, *inputs, cast("uint16_t *", out))
+
+    def _make_pointer_call(self, tokens: int, topk: int, *pointers: Any) -> Any:
+        """Return a call as _make_call does, for pointers of C to hidden, ids, weights, skip and out."""
         if not 1 <= topk <= lib.KTQ_MAX_TOPK:
             limits = f"a whole number from 1 to {lib.KTQ_MAX_TOPK}"
             raise ArgumentError(f"the number of experts per token must be {limits}, not {topk}")
-        cast = ffi.cast
-        inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
-        return ffi.new(
-            "ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *inputs, cast("uint16_t *", out))
-        )
+        return ffi.new("ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *pointers))
 
     def _forward_call(self, call: Any) -> None:
         """Run a forward for a call of _make_call(). Raises ArgumentError for a missing norm."""
@@ -427,9 +431,9 @@ class KTExperts:
         self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
     ) -> tuple[Any, U16]:
         """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
-        require_array("hidden", hidden, (UINT16,), ("tokens", self.hidden), BF16_BITS)
+        require_array("hidden", hidden, (UINT16,), (TOKENS, self.hidden), BF16_BITS)
         tokens = len(hidden)
-        require_array("ids", ids, (INT64,), (tokens, "experts per token"))
+        require_array("ids", ids, (INT64,), (tokens, TOPK))
         require_array("weights", weights, (FLOAT32,), ids.shape, "the shape of ids")
         if skip is not None:
             require_array("skip", skip, MARKS, (self.num_experts,))
@@ -449,9 +453,10 @@ class KTExperts:
             unused = np.ones(self.num_experts, np.bool_)
             unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
             self._load_missing(unused if skip is None else unused | (skip != 0))
-        marks = 0 if skip is None else _address(skip)
-        addresses = _address(hidden), _address(ids), _address(weights), marks, _address(out)
-        return self._make_call(tokens, ids.shape[1], *addresses), out
+        point = ffi.from_buffer
+        inputs = point("uint16_t[]", hidden), point("int64_t[]", ids), point("float[]", weights)
+        marks = ffi.NULL if skip is None else point("uint8_t[]", skip)
+        return self._make_pointer_call(tokens, ids.shape[1], *inputs, marks, point("uint16_t[]", out)), out
 
 
 class MissingExperts:
@@ -581,7 +586,3 @@ def _report_slice_count(path: str, have: int, required: int, strict: bool) -> No
     if (path, have, required) not in _warned:
         _warned.add((path, have, required))
         warnings.warn(message, stacklevel=3)
-
-
-def _address(array: Array) -> int:
-    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
