@@ -1,12 +1,16 @@
-"""Models behind URLs: over HTTP from the local hub, and on S3 from moto's server."""
+"""Models behind URLs: over HTTP from the local hub, on S3 from moto's server, on Google Cloud from its emulator."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from urllib.parse import quote
 
 import pytest
 
@@ -14,7 +18,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.sources import retries, url_headers
 from ktconvert.layouts.sources.remote import RemoteFile, RemoteFiles
 from rig import absent, conversion, killpoint
-from rig.hub_server import COMMIT, SHORT_WAITS, Hub, serve_hub
+from rig.hub_server import COMMIT, SHORT_WAITS, Hub, make_certificate, serve, serve_hub
 
 LAYERS = 5
 FIRST = f"model-00001-of-{LAYERS + 1:05d}.safetensors"
@@ -79,6 +83,18 @@ def test_a_model_behind_http_has_the_same_bytes_in_spite_of_faults(hub, environm
     assert done.returncode == 0 and "quantized again, same bytes" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("missing", [403, 404])
+def test_files_are_found_though_the_server_is_busy(hub, missing, model, tmp_path, monkeypatch) -> None:
+    """fsspec requests a size with HEAD and GET, and takes every failure for a missing file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.001)
+    hub.missing = missing
+    hub.statuses += ["503"] * 11  # two or more for one of the six files, and too few to give up on any
+    place = url_headers.find_url_headers(address(hub))
+    assert not hub.statuses and place.remote is not None
+    assert place.remote.files.keys() == {path.name for path in model.iterdir() if path.is_file()}
+
+
 def test_a_file_that_changes_while_it_is_read_is_named(hub, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = url_headers.find_url_headers(address(hub))
@@ -93,10 +109,21 @@ def test_a_file_that_changes_while_it_is_read_is_named(hub, tmp_path, monkeypatc
 
 
 class Refusal(Exception):
-    """An answer of a server, as libraries raise it."""
+    """An answer of a server, as aiohttp raises it."""
 
     def __init__(self, status: int, **headers: str) -> None:
         self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def raised(error: Exception, cause: Exception | None = None, **attributes: object) -> Exception:
+    """Return an error with a cause and attributes, as libraries raise it."""
+    error.__cause__ = cause
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    return error
+
+
+UNTRUSTED = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate (_ssl.c:1006)"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +136,11 @@ class Refusal(Exception):
         (Refusal(429, Retry_After="Fri, 01 Jan 2027 00:00:00 GMT"), [1, 2, 4, 8, 16]),
         (Refusal(403), []),
         (FileNotFoundError(), []),
+        (raised(FileNotFoundError(), Refusal(503, Retry_After="7")), [7] * 5),  # of fsspec
+        (raised(Exception(), code=401), []),  # of gcsfs
+        (OSError("Forbidden: bucket"), []),
+        (raised(OSError(), raised(Exception(), response={"ResponseMetadata": {"HTTPStatusCode": 400}})), []),  # of s3fs
+        (raised(ConnectionError(), Exception(UNTRUSTED)), []),
     ],
 )
 def test_waits_before_new_attempts_grow_unless_the_server_names_one(error, waits, monkeypatch) -> None:
@@ -169,25 +201,44 @@ def test_a_missing_package_is_named_with_its_extra(environment, tmp_path) -> Non
     conversion.check_refusal(done, done.returncode, "s3:// needs s3fs, not installed here: `pip install ", "[s3]")
 
 
-# --- S3 -------------------------------------------------------------------------------------------
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_read_if_its_authority_is_trusted(model, environment, expected, tmp_path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("cryptography")
+    certificate = make_certificate(tmp_path)
+    with serve_hub({"org/model": model}, certificate) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+        for source in (address(hub), "org/model"):
+            done = conversion.ktconvert(*stream(source, tmp_path / "out"), env=environment)
+            reason = f"{source}: the server's certificate is not trusted (self-signed certificate); "
+            conversion.check_refusal(done, 5, reason, "set SSL_CERT_FILE to a file with the certificate")
+        assert hub.requests == []
+        environment |= {"SSL_CERT_FILE": str(certificate)}
+        done = conversion.ktconvert(*stream(address(hub), tmp_path / "out"), env=environment)
+        assert done.returncode == 0, done.stderr
+        assert weights(tmp_path / "out") == expected
+
+
+# --- S3 and Google Cloud --------------------------------------------------------------------------
 
 
 class Bucket(NamedTuple):
-    """A model on S3.
+    """A bucket of a local server.
 
-    client       boto3's
+    url          of the bucket
     environment  of processes that read it
+    put          uploads a file under a name
     """
 
-    client: Any
+    url: str
     environment: dict[str, str]
-
-    def put(self, path: Path, name: str) -> None:
-        self.client.upload_file(str(path), "bucket", f"models/model/{name}")
+    put: Callable[[Path, str], object]
 
 
-@pytest.fixture
-def bucket(model: Path, environment: dict[str, str]) -> Iterator[Bucket]:
+@contextlib.contextmanager
+def serve_s3(folder: Path) -> Iterator[Bucket]:
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -198,26 +249,56 @@ def bucket(model: Path, environment: dict[str, str]) -> Iterator[Bucket]:
     names = ("aws_access_key_id", "aws_secret_access_key", "region_name")
     client = boto3.client("s3", endpoint_url=endpoint, **dict(zip(names, keys.values(), strict=True)))
     client.create_bucket(Bucket="bucket")
-    served = Bucket(client, environment | keys | {"AWS_ENDPOINT_URL": endpoint})
-    for path in model.iterdir():
-        if path.is_file():
-            served.put(path, path.name)
-    yield served
+    yield Bucket(
+        "s3://bucket",
+        keys | {"AWS_ENDPOINT_URL": endpoint},
+        lambda path, name: client.upload_file(str(path), "bucket", name),
+    )
     server.stop()
 
 
-def test_a_model_on_s3_is_resumed_and_a_changed_file_is_named(bucket, model, expected, shim, tmp_path) -> None:
-    output = tmp_path / "out"
-    command = stream("s3://bucket/models/model", output)
+@contextlib.contextmanager
+def serve_google(folder: Path) -> Iterator[Bucket]:
+    """The user has no credentials; folder: of an empty configuration."""
+    pytest.importorskip("gcsfs")
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    storage = pytest.importorskip("gcp_storage_emulator.storage").Storage(use_memory_fs=True)
+    with serve(partial(emulator.RequestHandler, storage)) as url:
+
+        def post(path: str, data: bytes, kind: str) -> None:
+            request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": kind})
+            urllib.request.urlopen(request).close()
+
+        post("/storage/v1/b", b'{"name": "bucket"}', "application/json")
+        where = "/upload/storage/v1/b/bucket/o?uploadType=media&name="
+        yield Bucket(
+            "gs://bucket",
+            {"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(folder)},
+            lambda path, name: post(where + quote(name, ""), path.read_bytes(), "application/octet-stream"),
+        )
+
+
+@pytest.fixture(params=[serve_s3, serve_google])
+def bucket(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Iterator[Bucket]:
+    with request.param(tmp_path) as bucket:
+        yield bucket._replace(environment=bucket.environment | environment)
+
+
+def test_a_model_in_a_bucket_is_resumed_and_a_changed_file_is_named(bucket, model, expected, shim, tmp_path) -> None:
+    for path in model.iterdir():
+        if path.is_file():
+            bucket.put(path, f"models/model/{path.name}")
+    output, url = tmp_path / "out", f"{bucket.url}/models/model"
+    command = stream(url, output)
     killed = killpoint.run([*conversion.KTCONVERT, *command], output, 60, shim, env=bucket.environment)
     assert killed.returncode == killpoint.KILLED
     changed = tmp_path / LAST
     shutil.copy(model / LAST, changed)
     conversion.flip_bit(changed)
-    bucket.put(changed, LAST)
+    bucket.put(changed, f"models/model/{LAST}")
     done = conversion.ktconvert(*command, env=bucket.environment)
-    conversion.check_refusal(done, 5, f"s3://bucket/models/model is not the input of {output}", f"content of {LAST}")
-    bucket.put(model / LAST, LAST)
-    done = conversion.ktconvert("resume", output, env=bucket.environment)
-    assert done.returncode == 0, done.stderr
+    conversion.check_refusal(done, 5, f"{url} is not the input of {output}", f"content of {LAST}")
+    bucket.put(model / LAST, f"models/model/{LAST}")
+    done = conversion.ktconvert("resume", output, "--quiet", env=bucket.environment)
+    assert done.returncode == 0 and not done.stderr, done.stderr
     assert weights(output) == expected

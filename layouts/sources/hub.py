@@ -15,6 +15,7 @@ from ktconvert.layouts.errors import InputError, KTConvertError, MissingPackageE
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
+from ktconvert.layouts.sources.retries import explain_certificate
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
@@ -185,6 +186,8 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     if "RepositoryNotFoundError" in kinds:
         problem = f"neither a local path{suggest_path(name)} nor a public model of the hub"
         return InputError(f"{name}: {problem}; if private, run `hf auth login`")
+    if (untrusted := explain_certificate(name, e)) is not None:
+        return untrusted
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     absent = f"no such file or directory here{suggest_path(name)}"
     problem = f"{absent}, and the model{at} cannot be downloaded"

@@ -21,7 +21,7 @@ import numpy as np
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.files.direct_file import explain_full_disk, reserve_space
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Remote
-from ktconvert.layouts.sources.retries import call_patiently
+from ktconvert.layouts.sources.retries import request_patiently
 from ktconvert.native_quant.arrays import Array
 
 BLOCK = 1 << 20  # bytes that are fetched at least
@@ -288,10 +288,4 @@ def read_patiently(remote: Remote, name: str, start: int, stop: int) -> bytes:
             raise EOFError(f"{len(data)} of {stop - start} bytes arrived")
         return data
 
-    try:
-        return call_patiently(read)
-    except Exception as error:  # every library underneath raises its own
-        problem = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"{remote.describe(name)}: cannot be read ({problem}); repeat the command to continue"
-        ) from None
+    return request_patiently(remote.describe(name), read, "repeat the command to continue")

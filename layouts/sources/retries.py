@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ktconvert.layouts.errors import KTConvertError
+from ktconvert.layouts.errors import InputError, KTConvertError
 
 Result = TypeVar("Result")
 
@@ -15,7 +16,24 @@ FIRST_WAIT = 1.0  # seconds before the second attempt; each further wait is twic
 LONGEST_WAIT = 60.0  # seconds between two attempts
 # Answers after which another attempt can help: too many requests, and errors of the server
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-FINAL = (FileNotFoundError, PermissionError, KTConvertError)  # errors after which none can
+REFUSED, ABSENT = 403, 404
+STATUS_NAMES = ("status_code", "status", "code")  # in httpx and requests, in aiohttp, and in gcsfs
+UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED\] certificate verify failed: (.+?)\.? \(_ssl")
+
+
+def request_patiently(place: str, request: Callable[[], Result], remedy: str) -> Result:
+    """Return the result of a request; try again after errors that pass.
+
+    place, remedy  of the message
+
+    Raises InputError if the request fails for good.
+    """
+    try:
+        return call_patiently(request)
+    except KTConvertError:
+        raise
+    except Exception as error:  # every library underneath raises its own
+        raise explain_failure(place, error, remedy) from None
 
 
 def call_patiently(request: Callable[[], Result]) -> Result:
@@ -33,14 +51,59 @@ def call_patiently(request: Callable[[], Result]) -> Result:
     return request()
 
 
+def explain_failure(place: str, error: Exception, remedy: str) -> InputError:
+    """Return the error for a request that has failed for good."""
+    if (explained := explain_certificate(place, error)) is not None:
+        return explained
+    problem = str(_find_original(error)).strip().partition("\n")[0] or type(error).__name__
+    return InputError(f"{place}: cannot be read ({problem}); {remedy}")
+
+
+def explain_certificate(place: str, error: Exception) -> InputError | None:
+    """Return the error for a server whose certificate is not trusted; None for other failures."""
+    cause: BaseException | None = error
+    while cause is not None and (match := UNTRUSTED.search(str(cause))) is None:
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    variable = "AWS_CA_BUNDLE" if place.startswith("s3:") else "SSL_CERT_FILE"
+    remedy = f"check the address, or set {variable} to a file with the certificate of its authority"
+    return InputError(f"{place}: the server's certificate is not trusted ({match[1]}); {remedy}")
+
+
+def read_status(error: Exception) -> int | None:
+    """Return the status of the answer that an error reports; None without an answer, as if a connection breaks."""
+    original = _find_original(error)
+    response = _find_response(original)
+    if isinstance(response, dict):  # of botocore
+        status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status
+    for name in STATUS_NAMES:
+        if isinstance(status := getattr(response, name, None), int):
+            return status
+    if isinstance(original, PermissionError) or str(original).startswith("Forbidden"):  # gcsfs has only the text
+        return REFUSED
+    return ABSENT if isinstance(original, FileNotFoundError) else None
+
+
+def _find_original(error: BaseException) -> BaseException:
+    """Return the error that fsspec has translated into one of Python's: into FileNotFoundError, whatever it is."""
+    while type(error).__module__ == "builtins" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _find_response(error: BaseException) -> Any:
+    """Return the answer that an error has; the errors of aiohttp and gcsfs are their own answers."""
+    return getattr(error, "response", error)
+
+
 def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
     """Return how long to wait before another attempt; None if it cannot help."""
-    delay = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (attempt - 1))
-    response = getattr(error, "response", error)  # the errors of aiohttp are their own responses
-    status = getattr(response, "status_code", getattr(response, "status", None))
-    if status is None:  # the connection was refused, reset or too slow
-        return None if isinstance(error, FINAL) else delay
-    if status not in TEMPORARY:
+    status = read_status(error)
+    if isinstance(error, KTConvertError) or explain_certificate("", error) or status not in (None, *TEMPORARY):
         return None
-    after = (getattr(response, "headers", None) or {}).get("Retry-After", "")
+    delay = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (attempt - 1))
+    headers = getattr(_find_response(_find_original(error)), "headers", None) or {}
+    after = headers.get("Retry-After", "")
     return min(LONGEST_WAIT, float(after)) if after.isdigit() else delay

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import partial
@@ -17,7 +18,7 @@ from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Location, cache_folder, fetch_file, select_files
-from ktconvert.layouts.sources.retries import call_patiently
+from ktconvert.layouts.sources.retries import call_patiently, explain_failure, read_status, request_patiently
 
 # Protocol -> the package that fsspec needs for it, and the extra that installs it
 PROTOCOLS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
@@ -28,7 +29,10 @@ USUAL_FILES = (
     *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "added_tokens.json"),
 )
-VERSIONS = ("ETag", "etag", "VersionId", "generation", "Content-MD5", "Last-Modified")  # what may identify the bytes
+# What may identify the bytes, the best first. On Google Cloud, the etag changes with the metadata, too.
+VERSIONS = ("md5Hash", "generation", "Content-MD5", "ETag", "VersionId", "Last-Modified")
+MISSING = (401, 403, 404, 410)  # statuses of files that are missing or not for us; many servers do not tell which
+REMEDY = "check the URL, your credentials and the network"
 
 
 class RemoteFolder(NamedTuple):
@@ -55,7 +59,10 @@ class RemoteFolder(NamedTuple):
 
     def require_unchanged(self, name: str) -> None:
         """Raise InputError if a file has changed since its header was read."""
-        if identify(name, _read_info(self.system, f"{self.root}/{name}")) != identify(name, self.files[name]):
+        info = request_patiently(
+            self.describe(name), partial(self.system.info, f"{self.root}/{name}"), "repeat the command to continue"
+        )
+        if identify(name, info) != identify(name, self.files[name]):
             problem = "changed while it was being read; restore the old file and resume"
             raise InputError(f"{self.describe(name)}: {problem}")
 
@@ -73,7 +80,8 @@ class RemoteFolder(NamedTuple):
             blob = folder.parent / "blobs" / identify(name, self.files[name]) if is_weights else None
             if not (folder / name).exists():
                 size = int(self.files[name]["size"])
-                call_patiently(partial(fetch_file, self, folder / name, name, size, blob))
+                request = partial(fetch_file, self, folder / name, name, size, blob)
+                request_patiently(self.describe(name), request, REMEDY)
 
         with ThreadPoolExecutor(REQUESTS) as executor:
             list(executor.map(fetch_missing, names))
@@ -92,28 +100,32 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     require_packages(f"{protocol}://", ["fsspec", package], extra)
     import fsspec
 
+    # gcsfs logs a warning for each request without credentials, and tracebacks of the errors that it raises.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     try:
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         remote = RemoteFolder(system, url, root, _list_files(system, root))
-        if not any(fnmatch(name, pattern) for name in remote.files for pattern in hub.WEIGHTS):
-            raise InputError(f"{url}: no file of weights is found there; check the URL and your credentials")
-        identities = "".join(identify(name, info) for name, info in sorted(remote.files.items()))
-        folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
-        remote.fetch(folder, select_files(remote.files))
     except KTConvertError:
         raise
     except Exception as error:  # every library underneath raises its own
-        problem = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InputError(
-            f"{url}: cannot be read ({problem}); check the URL, your credentials and the network"
-        ) from None
+        raise explain_failure(url, error, REMEDY) from None
+    if not any(fnmatch(name, pattern) for name in remote.files for pattern in hub.WEIGHTS):
+        raise InputError(f"{url}: no file of weights is found there; check the URL and your credentials")
+    identities = "".join(identify(name, info) for name, info in sorted(remote.files.items()))
+    folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
+    remote.fetch(folder, select_files(remote.files))
     return Location(folder, remote)
 
 
 def identify(name: str, info: Mapping[str, Any]) -> str:
-    """Return a hash of what identifies the bytes of a file: its name, size and versions; no hash of its bytes."""
-    identity = [name, info["size"], *(info.get(key) for key in VERSIONS)]
+    """Return a hash of what identifies the bytes of a file: its name, size and version; no hash of its bytes."""
+    identity = [name, info["size"], _find_version(info)]
     return f"url-{_hash(repr(identity))}"
+
+
+def _find_version(info: Mapping[str, Any]) -> str | None:
+    """Return what best identifies the bytes of a file among what is stated about it; None if nothing does."""
+    return next((str(info[key]) for key in VERSIONS if info.get(key)), None)
 
 
 def _hash(text: str) -> str:
@@ -127,45 +139,40 @@ def _list_files(system: Any, root: str) -> dict[str, Mapping[str, Any]]:
 
     Raises InputError for a file without a size, or without an ETag or another version.
     """
-    names = {str(path).rstrip("/").rpartition("/")[2] for path in _list_names(system, root)}
-    if not any(fnmatch(name, pattern) for name in names for pattern in hub.WEIGHTS):
+    listed = _request_unless_missing(partial(system.ls, root, detail=False)) or ()  # once: the URL may be wrong
+    names = {str(path).rstrip("/").rpartition("/")[2] for path in listed}
+    has_weights = any(fnmatch(name, pattern) for name in names for pattern in hub.WEIGHTS)
+    if not has_weights:
         names = {*USUAL_FILES, *_list_indexed(system, root)}
     chosen = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in hub.FILES)]
 
-    def read_info(name: str) -> Mapping[str, Any] | None:
-        try:
-            return _read_info(system, f"{root}/{name}")
-        except FileNotFoundError:
-            return None
+    def read_info(name: str) -> Any:
+        request = partial(call_patiently, partial(system.info, f"{root}/{name}"))
+        return request() if has_weights else _request_unless_missing(request)
 
     with ThreadPoolExecutor(REQUESTS) as executor:
         files = {name: info for name, info in zip(chosen, executor.map(read_info, chosen), strict=True) if info}
     for name, info in files.items():
-        if info.get("size") is None or not any(info.get(key) for key in VERSIONS):
+        if info.get("size") is None or _find_version(info) is None:
             raise InputError(f"{root}/{name}: the server states no size or no ETag; download the model first")
     return files
 
 
-def _list_names(system: Any, root: str) -> list[str]:
-    """Return the paths in a folder; none if the server does not list it."""
-    try:
-        paths: list[str] = system.ls(root, detail=False)
-    except (FileNotFoundError, PermissionError):
-        return []
-    return paths
-
-
 def _list_indexed(system: Any, root: str) -> set[str]:
     """Return the names of the files of weights in an index; none without one."""
+    data = _request_unless_missing(partial(call_patiently, partial(system.cat_file, f"{root}/{INDEX}")))
     try:
-        names = {*json.loads(system.cat_file(f"{root}/{INDEX}"))["weight_map"].values()}
-    except FileNotFoundError:
-        return set()
+        names = () if data is None else {*json.loads(data)["weight_map"].values()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InputError(f"{root}/{INDEX}: not an index of weights; download the model again") from None
     return {name for name in names if isinstance(name, str) and is_inside(name)}
 
 
-def _read_info(system: Any, path: str) -> Mapping[str, Any]:
-    info: Mapping[str, Any] = system.info(path)
-    return info
+def _request_unless_missing(request: Callable[[], Any]) -> Any:
+    """Return the result of a request; None if the server states that the file is missing or not for us."""
+    try:
+        return request()
+    except Exception as error:  # every library underneath raises its own
+        if read_status(error) in MISSING:
+            return None
+        raise

@@ -1,14 +1,17 @@
 """A server that speaks the part of the hub's API with which huggingface_hub describes a model and reads its files."""
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import inspect
+import ipaddress
 import json
 import re
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ class Hub:
     sent      bytes of files that it has sent
     rate      bytes per second of all connections together; 0: no limit
     faults    what goes wrong with the next reads of weights: "429", "503", "reset", "short" or "flip"
+    statuses  answers to the next requests for a whole file of weights, or for its size
+    missing   status of files that it does not have
     flipped   names of files whose last bit is flipped on the way
     """
 
@@ -40,6 +45,8 @@ class Hub:
         self.requests: list[tuple[str, str, str]] = []
         self.sent = 0
         self.faults: list[str] = []
+        self.statuses: list[str] = []
+        self.missing = 404
         self.flipped: set[str] = set()
         self.rate = 0
         self._lock = threading.Lock()
@@ -94,7 +101,7 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             folder = hub.models.get(match["name"]) if match else None
             if match is None or folder is None or match["revision"] not in (None, "main", COMMIT):
                 code = "RevisionNotFound" if folder else "RepoNotFound"
-                self._send(404, b'{"error": "not found"}', {"X-Error-Code": code})
+                self._send(hub.missing, b'{"error": "not found"}', {"X-Error-Code": code})
             elif match.re is RESOLVE:
                 self._send_file(folder / match["file"])
             else:
@@ -116,7 +123,7 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _send_file(self, path: Path) -> None:
             if not path.is_file():
-                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                self._send(hub.missing, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             size = path.stat().st_size
             headers = {
@@ -129,7 +136,8 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             with path.open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start) if self.command == "GET" else b""
-            fault = hub.faults.pop(0) if span and hub.faults else ""
+            faults = hub.faults if span else hub.statuses if path.suffix == ".safetensors" else []
+            fault = faults.pop(0) if faults else ""
             if data and (path.name in hub.flipped or fault == "flip"):
                 data = data[:-1] + bytes([data[-1] ^ 1])
             if fault.isdigit():
@@ -169,16 +177,48 @@ def run_with_short_waits() -> None:
 
 
 @contextlib.contextmanager
-def serve_hub(models: dict[str, Path]) -> Iterator[Hub]:
+def serve_hub(models: dict[str, Path], certificate: Path | None = None) -> Iterator[Hub]:
     """Serve directories as models of a hub, org/name -> directory."""
     hub = Hub(models, "")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(hub))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    with serve(_make_handler(hub), certificate) as hub.url:
+        yield hub
+
+
+@contextlib.contextmanager
+def serve(handler: Callable[..., BaseHTTPRequestHandler], certificate: Path | None = None) -> Iterator[str]:
+    """Run a server and yield its URL; certificate: a file with its certificate and key, for https://."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def make_certificate(folder: Path) -> Path:
+    """Write a key and its certificate for 127.0.0.1, which is its own authority, to one file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    builder = builder.add_extension(address, critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path = folder / "certificate.pem"
+    path.write_bytes(certificate + key.private_bytes(serialization.Encoding.PEM, pkcs8, plain))
+    return path
