@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -125,12 +126,14 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
         assert held < 0.3 * size, cache
 
 
+CHOOSE_MAP = ("--method-map", "auto", "--ram", "1500KB", "--numa", "1")
+
+
 def test_a_map_that_is_chosen_for_a_streamed_conversion_is_the_same(hub, environment, model, tmp_path) -> None:
     """A sample of the weights is fetched before. The next run of the same conversion uses the recorded map."""
-    options = ("--quant-method", "int8", "--method-map", "auto", "--ram", "1500KB", "--numa", "1")
-    done = conversion.ktconvert("cpu", "-i", model, "-o", tmp_path / "local", *options)
+    done = conversion.ktconvert("cpu", "-i", model, "-o", tmp_path / "local", *CHOOSE_MAP)
     assert done.returncode == 0, done.stderr
-    command = ("cpu", "-i", NAME, "-o", tmp_path / "out", *options, "--stream")
+    command = ("cpu", "-i", NAME, "-o", tmp_path / "out", *CHOOSE_MAP, "--stream")
     done = conversion.ktconvert(*command, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_bytes())["model"]["methods"]) > 1
@@ -307,6 +310,36 @@ def test_a_killed_conversion_resumes_with_the_same_bytes(hub, environment, expec
     assert weights(output) == expected and finished
     layer_bytes = sum(len(data or b"") for data in expected.values()) * 2 // LAYERS
     assert hub.sent - sent <= 1.2 * layer_bytes * (LAYERS + 1)
+
+
+def test_a_killed_conversion_resumes_with_the_map_and_the_same_bytes(
+    hub, environment, model, shim, monkeypatch, tmp_path
+) -> None:
+    """It is killed while it fetches samples, while it records the map, and twice while it fetches the weights."""
+    done = conversion.ktconvert("cpu", "-i", model, "-o", tmp_path / "local", *CHOOSE_MAP)
+    assert done.returncode == 0, done.stderr
+    output, draw = tmp_path / "out", conversion.seeded_random().randint
+    command = ("cpu", "-i", NAME, "-o", str(output), *CHOOSE_MAP, "--stream")
+
+    def kill(answer: int = 0, change: int = 0) -> None:
+        """Kill a run when it gets this answer of the hub, or before it makes this change."""
+        answers = itertools.count(1)
+        preload = killpoint.signal_environment(shim, output, change, signal.SIGKILL)
+        process = subprocess.Popen([*conversion.KTCONVERT, *command], env=os.environ | environment | preload)
+        monkeypatch.setattr(hub, "wait", lambda _: next(answers) == answer and process.kill())
+        assert process.wait() == killpoint.KILLED
+
+    assert conversion.ktconvert(*command, "--dry-run", env=environment).returncode == 0  # which fetches headers
+    kill(answer=draw(6, 25))
+    kill(change=draw(2, 20))
+    kill(answer=draw(6, 20))
+    kill(answer=draw(6, 8))
+    assert conversion.ktconvert(*command, env=environment).returncode == 0
+    assert weights(output) == weights(tmp_path / "local")
+    maps = [
+        json.loads((tmp_path / name / "manifest.json").read_bytes())["model"]["methods"] for name in ("out", "local")
+    ]
+    assert maps[0] == maps[1]
 
 
 def test_a_model_that_changes_on_the_hub_stops_the_run(
