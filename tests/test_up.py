@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +94,37 @@ def test_a_gguf_is_served_with_the_other_tensors_of_the_original(hub, tmp_path):
     assert setup.steps[1].command == f"ktconvert fetch {NAME} -o small-rest --revision {COMMIT}"
     assert (tmp_path / "server" / "m-00001-of-00002-AMXINT4" / "tokenizer.json").exists()
     assert not any(".experts." in name for name in read_folder(tmp_path / "server" / "small-rest"))
+
+
+def fit(*options: object, env: dict[str, str]) -> Any:
+    done = conversion.ktconvert("fit", *map(str, options), "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_printed_commands_run_as_printed(hub, tmp_path):
+    """With less memory, all of the original is downloaded, since a GPU must compute its experts."""
+    hub.models["org/gguf"] = tmp_path / "gguf"
+    for name, metadata, tensors in gguf.split(*gguf.quantize_example(EXAMPLE), count=2):
+        gguf.write(tmp_path / "gguf" / name, tensors, metadata)
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    model = ("org/gguf:m-00001-of-00002.gguf", "--config", NAME)
+    large = fit(*model, *OPTIONS, env=environment)
+    ram = fit(*model, *MACHINE, "--vram", "24GB", env=environment)["choices"][0]["ram"] - 1
+    small = fit(*model, *MACHINE, "--vram", "24GB", "--ram", ram, env=environment)
+    steps = {step["step"]: step["command"] for step in large["commands"] + small["commands"]}
+    del steps["launch"]
+    assert [*steps] == ["download", "download the rest", "convert", "verify", "download the original"]
+    shell = os.environ | environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in steps.values():
+        if command.startswith("ktconvert "):
+            done = conversion.ktconvert(*shlex.split(command)[1:], cwd=tmp_path, env=environment)
+        else:
+            done = subprocess.run(command, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True)
+        assert done.returncode == 0, command + done.stderr
+    downloaded = {path.name: path.read_bytes() for path in (tmp_path / "small-original").iterdir() if path.is_file()}
+    assert downloaded == {path.name: path.read_bytes() for path in EXAMPLE.iterdir()}
 
 
 def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path):
