@@ -273,7 +273,8 @@ def serve_google(folder: Path) -> Iterator[Bucket]:
         where = "/upload/storage/v1/b/bucket/o?uploadType=media&name="
         yield Bucket(
             "gs://bucket",
-            {"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(folder)},
+            {"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(folder)}
+            | {"GOOGLE_APPLICATION_CREDENTIALS": ""},
             lambda path, name: post(where + quote(name, ""), path.read_bytes(), "application/octet-stream"),
         )
 

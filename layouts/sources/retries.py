@@ -16,7 +16,6 @@ FIRST_WAIT = 1.0  # seconds before the second attempt; each further wait is twic
 LONGEST_WAIT = 60.0  # seconds between two attempts
 # Answers after which another attempt can help: too many requests, and errors of the server
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-REFUSED, ABSENT = 403, 404
 STATUS_NAMES = ("status_code", "status", "code")  # in httpx and requests, in aiohttp, and in gcsfs
 UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED\] certificate verify failed: (.+?)\.? \(_ssl")
 
@@ -62,13 +61,13 @@ def explain_failure(place: str, error: Exception, remedy: str) -> InputError:
 def explain_certificate(place: str, error: Exception) -> InputError | None:
     """Return the error for a server whose certificate is not trusted; None for other failures."""
     cause: BaseException | None = error
-    while cause is not None and (match := UNTRUSTED.search(str(cause))) is None:
+    while cause is not None:
+        if match := UNTRUSTED.search(str(cause)):
+            variable = "AWS_CA_BUNDLE" if place.startswith("s3:") else "SSL_CERT_FILE"
+            remedy = f"check the address, or set {variable} to a file with the certificate of its authority"
+            return InputError(f"{place}: the server's certificate is not trusted ({match[1]}); {remedy}")
         cause = cause.__cause__
-    if cause is None:
-        return None
-    variable = "AWS_CA_BUNDLE" if place.startswith("s3:") else "SSL_CERT_FILE"
-    remedy = f"check the address, or set {variable} to a file with the certificate of its authority"
-    return InputError(f"{place}: the server's certificate is not trusted ({match[1]}); {remedy}")
+    return None
 
 
 def read_status(error: Exception) -> int | None:
@@ -82,8 +81,8 @@ def read_status(error: Exception) -> int | None:
         if isinstance(status := getattr(response, name, None), int):
             return status
     if isinstance(original, PermissionError) or str(original).startswith("Forbidden"):  # gcsfs has only the text
-        return REFUSED
-    return ABSENT if isinstance(original, FileNotFoundError) else None
+        return 403
+    return 404 if isinstance(original, FileNotFoundError) else None
 
 
 def _find_original(error: BaseException) -> BaseException:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import partial
@@ -31,8 +31,12 @@ USUAL_FILES = (
 )
 # What may identify the bytes, the best first. On Google Cloud, the etag changes with the metadata, too.
 VERSIONS = ("md5Hash", "generation", "Content-MD5", "ETag", "VersionId", "Last-Modified")
-MISSING = (401, 403, 404, 410)  # statuses of files that are missing or not for us; many servers do not tell which
+ABSENT = (404, 410)  # statuses
+REFUSED = (401, 403)  # many servers also refuse files that do not exist
 REMEDY = "check the URL, your credentials and the network"
+
+# gcsfs logs a warning for each request without credentials, and tracebacks of the errors that it raises.
+logging.getLogger("gcsfs").addHandler(logging.NullHandler())
 
 
 class RemoteFolder(NamedTuple):
@@ -100,8 +104,6 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     require_packages(f"{protocol}://", ["fsspec", package], extra)
     import fsspec
 
-    # gcsfs logs a warning for each request without credentials, and tracebacks of the errors that it raises.
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     try:
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         remote = RemoteFolder(system, url, root, _list_files(system, root))
@@ -110,7 +112,9 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     except Exception as error:  # every library underneath raises its own
         raise explain_failure(url, error, REMEDY) from None
     if not any(fnmatch(name, pattern) for name in remote.files for pattern in hub.WEIGHTS):
-        raise InputError(f"{url}: no file of weights is found there; check the URL and your credentials")
+        raise InputError(
+            f"{url}: no file of weights is found there, or you may not read it; check the URL and your credentials"
+        )
     identities = "".join(identify(name, info) for name, info in sorted(remote.files.items()))
     folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
     remote.fetch(folder, select_files(remote.files))
@@ -139,16 +143,18 @@ def _list_files(system: Any, root: str) -> dict[str, Mapping[str, Any]]:
 
     Raises InputError for a file without a size, or without an ETag or another version.
     """
-    listed = _request_unless_missing(partial(system.ls, root, detail=False)) or ()  # once: the URL may be wrong
+    missing: tuple[int, ...] = (*ABSENT, *REFUSED)
+    listed = _request_unless(missing, partial(system.ls, root, detail=False)) or ()  # once: the URL may be wrong
     names = {str(path).rstrip("/").rpartition("/")[2] for path in listed}
-    has_weights = any(fnmatch(name, pattern) for name in names for pattern in hub.WEIGHTS)
-    if not has_weights:
-        names = {*USUAL_FILES, *_list_indexed(system, root)}
+    if any(fnmatch(name, pattern) for name in names for pattern in hub.WEIGHTS):
+        missing = ABSENT
+    else:
+        index = _request_unless(missing, partial(call_patiently, partial(system.cat_file, f"{root}/{INDEX}")))
+        names = {*USUAL_FILES, *(() if index is None else _list_indexed(index, f"{root}/{INDEX}"))}
     chosen = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in hub.FILES)]
 
     def read_info(name: str) -> Any:
-        request = partial(call_patiently, partial(system.info, f"{root}/{name}"))
-        return request() if has_weights else _request_unless_missing(request)
+        return _request_unless(missing, partial(call_patiently, partial(system.info, f"{root}/{name}")))
 
     with ThreadPoolExecutor(REQUESTS) as executor:
         files = {name: info for name, info in zip(chosen, executor.map(read_info, chosen), strict=True) if info}
@@ -158,21 +164,20 @@ def _list_files(system: Any, root: str) -> dict[str, Mapping[str, Any]]:
     return files
 
 
-def _list_indexed(system: Any, root: str) -> set[str]:
-    """Return the names of the files of weights in an index; none without one."""
-    data = _request_unless_missing(partial(call_patiently, partial(system.cat_file, f"{root}/{INDEX}")))
+def _list_indexed(index: bytes, path: str) -> set[str]:
+    """Return the names of the files of weights in an index. Raises InputError."""
     try:
-        names = () if data is None else {*json.loads(data)["weight_map"].values()}
+        names = {*json.loads(index)["weight_map"].values()}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{root}/{INDEX}: not an index of weights; download the model again") from None
+        raise InputError(f"{path}: not an index of weights; download the model again") from None
     return {name for name in names if isinstance(name, str) and is_inside(name)}
 
 
-def _request_unless_missing(request: Callable[[], Any]) -> Any:
-    """Return the result of a request; None if the server states that the file is missing or not for us."""
+def _request_unless(statuses: Collection[int], request: Callable[[], Any]) -> Any:
+    """Return the result of a request; None if the server answers with one of these statuses."""
     try:
         return request()
     except Exception as error:  # every library underneath raises its own
-        if read_status(error) in MISSING:
+        if read_status(error) in statuses:
             return None
         raise
