@@ -93,7 +93,7 @@ def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path:
     shard.write_bytes(shard.read_bytes()[:-4096])
     for arguments, code, message in (
         ((output, "--layer", 7), 3, "layers 0-1"),
-        ((tmp_path,), 3, "has no weights"),
+        ((tmp_path,), 5, "has no .safetensors file"),
         ((tmp_path / "none",), 5, "none"),
         *(((output, "--tokens", wrong), 2, "list of numbers") for wrong in ("0", "1,x", "", "-4")),
         ((output, "--plot", tmp_path / "b.txt"), 2, "b.txt"),

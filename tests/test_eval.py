@@ -228,7 +228,7 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
     ("example", CPU, "int8", "none", (), 5, "none"),
     ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
-    ("example", CPU, "empty", "text", (), 3, "has no weights"),
+    ("example", CPU, "empty", "text", (), 5, "has no .safetensors file"),
     ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
     ("damaged", CPU, "int8", "text", (), 5, ""),
     ("example", GPU, "W8A16", "text", ("--cpu-weights", "."), 2, ""),

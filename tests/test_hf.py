@@ -188,12 +188,13 @@ def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, c
             case.weights,
             r"has num_experts 8, not 4 \(from its byte counts\); these weights belong to a different model",
         ),
-        (other, tmp_path, "has no weights"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             load(model, weights)
-    with pytest.raises(InputError, match="nowhere: does not exist"):
-        load(other, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    for folder, message in (("empty", "empty: has no .safetensors file"), ("nowhere", "nowhere: does not exist")):
+        with pytest.raises(InputError, match=message):
+            load(other, tmp_path / folder)
 
 
 LOCAL = {"num_local_experts": EXPERTS, "head_dim": 32}

@@ -93,3 +93,19 @@ def test_a_missing_path_has_one_exit_code(name, path, places, tmp_path):
 
 def test_every_command_with_a_path_has_a_case():
     assert {name for name, _ in list_paths()} == {*ARGUMENTS}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{name} {{empty}} {{out}}" for name in ("cpu", "gpu", "calibrate", "dequantize", "fetch")),
+        *(f"{name} {{empty}}" for name in ("verify", "bench", "inspect", "fit")),
+        "resplit {empty} {out} --numa 2",
+        "verify {converted} --against {empty}",
+        "run {empty} --prompt x",
+        "run {model} --cpu-weights {empty} --prompt x",
+    ],
+)
+def test_a_directory_without_weights_has_one_exit_code(words, places, tmp_path):
+    error = run_in_process(*words.format(**places, empty=tmp_path).split()).exception
+    assert type(error) is InputError and str(error).startswith(f"{tmp_path}: has no "), error

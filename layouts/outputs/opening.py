@@ -77,7 +77,8 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
 
     layers  open only these layers of loose folders
 
-    Raises UnsupportedError if no experts are in one of our formats, VerificationError for an unreadable manifest.
+    Raises InputError if there are no weights, UnsupportedError if no experts are in one of our formats, and
+    VerificationError for an unreadable manifest.
     """
     if not is_output(root):
         with contextlib.suppress(InputError):
@@ -87,9 +88,9 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
                 remedy = "restore that file or convert again; otherwise give the directory of an output."
                 problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {problem}; if `ktconvert gpu` wrote it, {remedy}")
-        if next(root.glob("*.safetensors"), None) is None:
-            raise UnsupportedError(f"{root}: has no weights; give a directory with .safetensors files.")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        if next(root.glob("*.safetensors"), None) is None:
+            raise InputError(f"{root}: has no .safetensors file; {remedy}.")
         raise UnsupportedError(f"{root}: is a checkpoint, not an output; {remedy}.")
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
