@@ -229,8 +229,27 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
         cli("cpu", *line, "--numa", 1, "--layers", 0, "-q")
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b") == read_tree(tmp_path / "c")
     cli("resplit", tmp_path / "a", "-o", tmp_path / "d", "--numa", 2, "-q")
-    assert "OUT is missing" in cli("cpu", example, code=2).stderr
     assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("cpu", "MODEL"),
+        ("cpu MODEL", "OUT"),
+        ("verify", "OUTPUT"),
+        ("experts", "COUNTS"),
+        ("merge-adapter MODEL OUT", "--adapter PATH"),
+        ("resplit OLD NEW", "--numa N"),
+        ("models --check", "the value of --check"),
+        ("cpu MODEL OUT --quant-method", "the value of --quant-method"),
+        ("run MODEL", "--prompt TEXT or --chat"),
+    ],
+)
+def test_missing_arguments_have_one_message(line: str, missing: str, cli: Any) -> None:
+    words = line.split()
+    remedy = f"add it, as `ktconvert {words[0]} --help` shows"
+    assert cli(*words, code=2).stderr == f"ktconvert: {missing} is missing; {remedy}.\n"
 
 
 def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example: Path) -> None:

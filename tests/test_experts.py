@@ -151,8 +151,8 @@ def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: byte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give either --num-gpu-experts"),
-        (("--num-gpu-experts", 1, "--total", 1), "give either --num-gpu-experts"),
+        ((), "--num-gpu-experts or --total is missing"),
+        (("--num-gpu-experts", 1, "--total", 1), "--num-gpu-experts and --total exclude each other"),
         (("--num-gpu-experts", 5), "a layer has 4 experts"),
         (("--total", 9), "all layers together have 8 experts"),
         (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),

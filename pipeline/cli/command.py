@@ -57,11 +57,21 @@ class Command(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        _, _, order = self.make_parser(ctx).parse_args([*args])
-        for parameter, count in Counter(order).items():
-            if count > 1 and not ctx.resilient_parsing and ONCE & {*parameter.opts}:
-                raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
-        return super().parse_args(ctx, args)
+        try:
+            _, _, order = self.make_parser(ctx).parse_args([*args])
+            for parameter, count in Counter(order).items():
+                if count > 1 and not ctx.resilient_parsing and ONCE & {*parameter.opts}:
+                    raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            assert error.param is not None
+            value = error.param.make_metavar(ctx)
+            _refuse_missing(value if isinstance(error.param, click.Argument) else f"{error.param.opts[0]} {value}")
+        except click.BadOptionUsage as error:
+            option = next(parameter for parameter in self.params if error.option_name in parameter.opts)
+            if isinstance(option, click.Option) and option.is_flag:
+                raise click.BadOptionUsage(error.option_name, error.message, ctx) from None
+            _refuse_missing(f"the value of {error.option_name}")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         parameters = {parameter.name: parameter for parameter in self.params}
@@ -205,11 +215,27 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     words = [word for _, argument in either if (word := params[argument]) is not None]
     for option_field, argument in either:  # positional arguments stand for the options that are not given
         if values[option_field.name] is None:
-            word = words.pop(0) if words else _refuse_usage(argument, "is missing")
+            word = words.pop(0) if words else _refuse_missing(argument.upper())
             values[option_field.name] = option_field.click_type.convert(word, None, None)
     if words:
-        _refuse_usage(argument, "is given twice")
+        raise UsageError(f"{argument.upper()} is given twice; give it once.")
     return build(cls, values)
+
+
+def require_one(given: Mapping[str, bool]) -> None:
+    """Raise UsageError unless exactly one of several options is given.
+
+    given  option, as messages name it -> whether it is given
+    """
+    count = sum(given.values())
+    if count == 0:
+        _refuse_missing(" or ".join(given))
+    if count > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other; leave out one of them.")
+
+
+def _refuse_missing(what: str) -> NoReturn:
+    raise UsageError(f"{what} is missing; add it, as `{click.get_current_context().command_path} --help` shows.")
 
 
 def _require_existing_paths(options: Options) -> None:
@@ -226,10 +252,6 @@ def _require_existing_paths(options: Options) -> None:
                 raise absent_path(path) from None
             except OSError:  # the command explains why it cannot be read
                 continue
-
-
-def _refuse_usage(argument: str, problem: str) -> NoReturn:
-    raise UsageError(f"{argument.upper()} {problem}; see `{click.get_current_context().command_path} --help`.")
 
 
 def find_given_options(cls: type[Options]) -> Iterator[OptionField]:

@@ -7,7 +7,7 @@ import json
 import click
 
 from ktconvert.pipeline.cli import preconditions
-from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.cli.command import command, require_one
 from ktconvert.pipeline.options.model_options import EvalOptions
 
 
@@ -29,8 +29,7 @@ def eval(options: EvalOptions) -> None:
     from ktconvert.pipeline.report.text import format_table, tokens
 
     gpu = options.gpu_weights
-    if (options.cpu_weights is None) == (gpu is None):
-        raise UsageError("give either --cpu-weights or --gpu-weights.")
+    require_one({"--cpu-weights": options.cpu_weights is not None, "--gpu-weights": gpu is not None})
     if gpu is not None and options.exact:
         raise UsageError("--exact is only for experts on the CPU; leave it out with --gpu-weights.")
     preconditions.check_plot(options.plot)

@@ -14,7 +14,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant.arrays import I64
 from ktconvert.pipeline.cli import preconditions
-from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.cli.command import command, require_one
 from ktconvert.pipeline.options.queries import ExpertsOptions
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def experts(options: ExpertsOptions) -> None:
     from ktconvert.pipeline.report.plots import plot_experts
     from ktconvert.pipeline.report.text import format_table
 
-    if (options.num_gpu_experts is None) == (options.total is None):
-        raise UsageError("give either --num-gpu-experts (per layer) or --total (all layers together).")
+    require_one({"--num-gpu-experts": options.num_gpu_experts is not None, "--total": options.total is not None})
     if options.format == "sglang" and options.total is not None:
         raise UsageError("--total: SGLang computes the same number of experts in each layer; give --num-gpu-experts.")
     preconditions.check_file("--output", options.output, ENDINGS[options.format], replace=options.format != "sglang")

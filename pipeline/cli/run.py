@@ -10,7 +10,7 @@ import click
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.rotation import RotatedError
 from ktconvert.pipeline.cli import chat, preconditions
-from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.cli.command import command, require_one
 from ktconvert.pipeline.options.model_options import RunOptions
 from ktconvert.pipeline.report import terminal
 
@@ -31,8 +31,7 @@ def run(options: RunOptions) -> None:
     """
     if options.torch_experts and options.cpu_weights is not None:
         raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")
-    if options.chat == (options.prompt is not None):
-        raise UsageError("give either --prompt TEXT or --chat")
+    require_one({"--prompt TEXT": options.prompt is not None, "--chat": options.chat})
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")
     from ktconvert.pipeline.models import generating, loading, pretrained
