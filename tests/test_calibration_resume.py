@@ -324,7 +324,7 @@ def test_statistics_folder_is_not_overwritten(conversions):
         conversion.check_refusal(conversions.run(output, *command, *options), 7, "out.statistics exists already")
         result = conversions.run(output, *command, "--overwrite", *options)
         conversion.check_refusal(
-            result, 7, f"{existing}: --overwrite would delete 1 file", "thesis.txt", "--delete-others"
+            result, 7, f"{existing}: not an output of ktconvert", "delete 1 file", "thesis.txt", "--delete-others"
         )
     shutil.copy(conversions.dataset, existing)
     inside = gpu(conversions.model, output, existing / conversions.dataset.name, "--overwrite", "--delete-others")

@@ -97,13 +97,18 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     before = conversion.identity(output)
     for options in ((), ("--dry-run",)):
         conversion.check_refusal(convert(source, output, *options), 7, str(output), "--overwrite --delete-others")
-        words = (str(output), "1 file (5 B) missing from its manifest: thesis.txt;", "--delete-others")
-        conversion.check_refusal(convert(source, output, "--overwrite", *options), 7, *words)
+        words = (
+            f"{output}: not an output of ktconvert, and",
+            "delete 1 file (5 B) that no manifest lists: thesis.txt;",
+        )
+        conversion.check_refusal(
+            convert(source, output, "--overwrite", *options), 7, *words, "different --output, or add --delete-others"
+        )
         assert conversion.names(output.parent) == ["out"]
     conversion.check_refusal(convert(source, output, "--delete-others"), 2, "--overwrite")
     both = ("--overwrite", "--delete-others")
     shown = convert(source, output, *both, "--dry-run").stdout
-    assert f"remove        {output}: 1 file (5 B) missing from its manifest: thesis.txt" in shown
+    assert f"remove        {output}: 1 file (5 B) that no manifest lists: thesis.txt" in shown
     [reported] = json.loads(convert(source, output, *both, "--dry-run", "--json").stdout.splitlines()[-1])["replaces"]
     assert (reported["folder"], reported["listed"]["files"]) == (str(output), 0)
     assert reported["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
@@ -165,7 +170,7 @@ def test_files_that_appear_during_the_run_are_not_replaced(source, expected, out
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
         words = (
-            "missing from its manifest: thesis.txt"
+            "that no manifest lists: thesis.txt"
             if existed
             else "a different file or folder appeared during the conversion"
         )
@@ -275,14 +280,16 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
 
 def test_a_parent_without_folders_is_named(source):
     """/proc refuses new folders as if their parent were missing."""
-    conversion.check_refusal(convert(source, Path("/proc/out")), 7, "/proc/out.work: cannot be created")
+    remedy = "(No such file or directory); choose an output in a different directory."
+    conversion.check_refusal(convert(source, Path("/proc/out")), 7, f"/proc/out.work: cannot be created {remedy}")
 
 
 def test_a_read_only_parent_is_named(source, output):
     output.parent.chmod(0o555)
-    remedy = f"cannot be created (Permission denied); choose a different output, or make {output.parent} writable."
+    remedy = f"choose an output in a different directory, or make {output.parent} writable."
+    problem = f"cannot be created (Permission denied); {remedy}"
     for missing, refused in ((output, f"{output}.work"), (output / "deeper", output)):
-        conversion.check_refusal(convert(source, missing, prefix=WITHOUT_ROOT_RIGHTS), 7, f"{refused}: {remedy}")
+        conversion.check_refusal(convert(source, missing, prefix=WITHOUT_ROOT_RIGHTS), 7, f"{refused}: {problem}")
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])

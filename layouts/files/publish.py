@@ -125,7 +125,9 @@ def make_single_folder(path: Path, mode: int = 0o777) -> None:
     except OSError as error:
         if error.errno not in NOT_ALLOWED:
             raise
-        remedy = f"choose a different output, or make {path.parent} writable"
+        remedy = "choose an output in a different directory"
+        if error.errno == errno.EACCES:
+            remedy += f", or make {path.parent} writable"
         raise OutputError(f"cannot be created ({error.strerror})", remedy, path=path) from None
 
 

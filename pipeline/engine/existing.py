@@ -202,8 +202,11 @@ def require_replaceable(plan: Plan) -> None:
     """Raise OutputError if --overwrite would remove files that no manifest lists, without --delete-others."""
     for replaced in find_replaced_folders(plan):
         if replaced.others and not plan.options.existing.delete_others:
-            remedy = "move them away, or add --delete-others"
-            raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.describe_others()}; {remedy}.")
+            kind, remedy = "", "move them away"
+            if not (replaced.folder / manifest.NAME).exists():
+                kind, remedy = "not an output of ktconvert, and ", "choose a different --output"
+            problem = f"{kind}--overwrite would delete {replaced.describe_others()}"
+            raise OutputError(f"{replaced.folder}: {problem}; {remedy}, or add --delete-others.")
 
 
 def report_nothing_to_do(output: Path, reporter: Reporter) -> None:
@@ -397,7 +400,7 @@ class ReplacedFolder:
         names = [*self.others][:MAX_NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
-        return f"{plural(len(self.others), 'file')} ({total}) missing from its manifest: {', '.join(names)}{more}"
+        return f"{plural(len(self.others), 'file')} ({total}) that no manifest lists: {', '.join(names)}{more}"
 
     def document(self) -> dict[str, object]:
         """Return the JSON object for --json."""
