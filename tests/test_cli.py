@@ -45,6 +45,17 @@ def test_notes_are_only_events_with_json(tmp_path: Path, cli: Any, example: Path
     assert '{"event": "note", "text": "--gpu is accepted' in result.stdout and result.stderr == ""
 
 
+def test_json_leaves_stderr_to_errors_warnings_and_progress(tmp_path: Path, cli: Any, example: Path) -> None:
+    for command in (
+        ("cpu", "-i", example, "-o", tmp_path / "a"),
+        ("cpu", "-i", example, "-o", tmp_path / "a"),  # nothing to do
+        ("verify", tmp_path / "a", "--threads", 4096, "--report", tmp_path / "a.html"),
+    ):
+        result = cli(*command, "--json")
+        assert [line for line in result.stderr.splitlines() if "ETA" not in line] == []
+    assert any("--threads 4096" in note for note in json.loads(result.stdout)["notes"])
+
+
 @pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
 def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)

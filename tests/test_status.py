@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,7 +41,8 @@ def test_killed_conversion_is_stopped(bench):
     assert (found["state"], found["done"], found["units"], found["making"]) == ("stopped", 2, 3, [])
     assert [share["units"] for share in found["by"].values()] == [2]
     said = bench.run("status", bench.output).stderr
-    assert "stopped: 2 of 3 units done" in said and f"run `ktconvert resume {bench.output}` to continue" in said
+    assert re.search(rf"stopped: 2 of 3 units done.*\ndone, by host:\n  {os.uname().nodename} +2 units", said), said
+    assert f"run `ktconvert resume {bench.output}` to continue" in said
     assert bench.run("resume", bench.output).returncode == 0
 
 

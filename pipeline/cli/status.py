@@ -35,9 +35,10 @@ INTERVAL = 2.0  # seconds between two reads with --watch
 
 @command("status", StatusOptions)
 def status(options: StatusOptions) -> None:
-    """Show the progress of a conversion: finished and running units of each host, and failures.
+    """Show the progress of a conversion: units that each host has finished or is making, and failures.
 
-    The command reads only the work directory next to OUTPUT, so it runs on any host that sees it.
+    Hosts are listed by their names. The command reads only the work directory next to OUTPUT, so it runs on any host
+    that sees it.
 
     Examples:
       ktconvert status OUT            show the progress once
@@ -189,7 +190,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     for host, share in sorted(status["by"].items()):
         time_text = f"{duration(share['seconds'])} of work" if share["seconds"] else ""
         hosts.append((host, plural(int(share["units"]), "unit"), size(share["bytes"]), time_text))
-    lines += _format_section("", hosts)
+    lines += _format_section("done, by host:", hosts)
     running = []
     for unit in status["making"]:
         uncertainty = "" if unit["alive"] else " (perhaps ended)"
@@ -209,4 +210,4 @@ def _format_section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     more = [f"  ... {len(rows) - MAX_LISTED} more"] if len(rows) > MAX_LISTED else []
-    return [*([title] if title else []), *format_table(rows[:MAX_LISTED], "  "), *more]
+    return [title, *format_table(rows[:MAX_LISTED], "  "), *more]

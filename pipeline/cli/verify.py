@@ -20,6 +20,7 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.backends import open_backend
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.checks import CONVERT_AGAIN, Check
 from ktconvert.pipeline.verify.page import render_page
 from ktconvert.pipeline.verify.verify import Report, report_document, report_lines
@@ -60,19 +61,26 @@ def verify(options: VerifyOptions) -> None:
         report.checks.append(run_check(report, threads))
     if options.report is not None:
         publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
-        reporter.say(f"page: {options.report}")
-    for note in (*report.notes, *notes):
-        reporter.note(note)
-    reporter.count_hidden_notes()
+    report.remarks += notes
     if options.reporting.json_events:
         click.echo(json.dumps(report_document(report)))
-    elif not options.reporting.quiet:
-        click.echo("\n".join(report_lines(report)))
+    else:
+        _print_report(report, options, reporter)
     if report.sentence is not None:
         if options.reporting.json_events:  # the report contains the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
+
+
+def _print_report(report: Report, options: VerifyOptions, reporter: Reporter) -> None:
+    if options.report is not None:
+        reporter.say(f"page: {options.report}")
+    for note in report.notes:
+        reporter.note(note)
+    reporter.count_hidden_notes()
+    if not options.reporting.quiet:
+        click.echo("\n".join(report_lines(report)))
 
 
 def run_check(report: Report, threads: int) -> Check:

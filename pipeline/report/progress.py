@@ -70,7 +70,12 @@ class Reporter:
                 sys.stdout.flush()
 
     def say(self, text: str, level: int = 0) -> None:
-        """Print a line for people; level 1 only with -v, level -1 also with -q."""
+        """Print a line for people, not with --json; level 1 only with -v."""
+        if not self.json_events:
+            self._print(text, level)
+
+    def _print(self, text: str, level: int = 0) -> None:
+        """Print a line on stderr; level 1 only with -v, level -1 also with -q."""
         if level <= self.verbosity:
             text = escape(self._rename(text))
             with self._lock:
@@ -100,8 +105,7 @@ class Reporter:
     def detail(self, text: str) -> None:
         """Print a note only with -v; an event as any note. It is not counted."""
         self.event("note", text=text)
-        if not self.json_events:
-            self.say(f"note: {text}", 1)
+        self.say(f"note: {text}", 1)
 
     def count_hidden_notes(self) -> None:
         """Print the number of notes that were not printed since the last call."""
@@ -112,7 +116,7 @@ class Reporter:
     def warn(self, text: str) -> None:
         """Print a warning, also with -q."""
         self.event("warning", text=text)
-        self.say(f"warning: {text}", level=-1)
+        self._print(f"warning: {text}", level=-1)
 
     def report_hash(self, nbytes: int) -> None:
         """Report that a file of nbytes was hashed, before the work begins."""
@@ -248,7 +252,7 @@ class Reporter:
             units=self._units,
             rss=machine.rss(),
         )
-        self.say(f"{'  '.join(self._list_figures(now))}  {self._status()}")
+        self._print(f"{'  '.join(self._list_figures(now))}  {self._status()}")
 
     def _measure_speed(self, now: float) -> tuple[float, float | None]:
         """Return bytes of input per second, and the remaining seconds; (0, None) before the first are measured."""
