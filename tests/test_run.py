@@ -65,6 +65,20 @@ def test_run_continues_a_prompt(cli, example, weights):
     assert (with_own_experts.exit_code, with_own_experts.stdout) == (0, result.stdout)
 
 
+def test_without_a_network_the_cache_is_used_and_nothing_is_requested_twice(cli, example, weights, tmp_path):
+    """Requests that are repeated print a line each."""
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path)}
+    options = ("org/small", "--prompt", "import os", "--max-new-tokens", 4, "--cpu-weights", weights)
+    refused = cli("run", *options, env=env, code=5)
+    assert len(refused.stderr.splitlines()) == 1 and "org/small: no such file or directory here" in refused.stderr
+    commit = "0" * 40
+    shutil.copytree(example, tmp_path / "models--org--small" / "snapshots" / commit)
+    (tmp_path / "models--org--small" / "refs").mkdir()
+    (tmp_path / "models--org--small" / "refs" / "main").write_text(commit)
+    result = cli("run", *options, env=env)
+    assert result.stdout.startswith("import os") and SPEED.fullmatch(result.stderr.strip()), result.stderr
+
+
 @pytest.mark.parametrize("fault", ["truncated", "is missing"])
 def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     """Its layer must not be treated as one that was not converted."""
@@ -239,8 +253,8 @@ def test_run_rejects_invalid_options(example, options, kind, message):
 def test_run_rejects_incomplete_models(tmp_path, example, weights):
     """No weight is filled with random values, and no different model is loaded."""
 
-    def check_refusal(model: Path, message: str) -> None:
-        error = call(model, "--prompt", "x").exception
+    def check_refusal(model: Path, message: str, *options: str) -> None:
+        error = call(model, "--prompt", "x", *options).exception
         assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {message}"), error
 
     nothing = tmp_path / "nothing"
@@ -250,7 +264,8 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
     assert isinstance(error, UnsupportedError) and "give the model's safetensors release" in str(error)
     nothing.mkdir()
-    check_refusal(nothing, "has no config.json; copy the model's file into the directory")
+    check_refusal(nothing, "has no .safetensors file; give the directory of a downloaded checkpoint")
+    check_refusal(nothing, "has no config.json; copy the model's file into the directory", "--torch-experts")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
     check_refusal(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")

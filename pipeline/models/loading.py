@@ -23,6 +23,7 @@ from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
+from ktconvert.native_quant.runtime.checkpoint_experts import open_checkpoint_experts
 from ktconvert.native_quant.runtime.experts import open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.required_packages import RUN_PACKAGES
@@ -90,8 +91,17 @@ class ModelChoice:
     adapter: Path | None = None
 
     def hub_options(self) -> dict[str, Any]:
-        """Return the arguments that every from_pretrained of transformers takes."""
-        return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
+        """Return the arguments that every from_pretrained of transformers takes.
+
+        Without a network, transformers would repeat its requests for each file for half a minute. So it makes none if
+        all files are here, unless it may fetch code of other repositories.
+        """
+        local = self.find_directory() is not None and not self.trust_remote_code
+        return {
+            "revision": self.revision or "main",
+            "trust_remote_code": self.trust_remote_code,
+            "local_files_only": local,
+        }
 
     def find_directory(self) -> Path | None:
         """Return the directory with all files of the model; None if the hub's cache lacks some."""
@@ -182,6 +192,8 @@ def prepare_config(choice: ModelChoice) -> Any:
     if choice.non_experts == INT8 and not choice.computes_experts:
         raise UsageError("--non-experts int8 needs experts that the runtime computes; also give --cpu-weights.")
     set_environment()
+    if not Path(choice.model).exists():
+        hub.resolve(choice.model, choice.revision)  # fails at once if the hub does not answer
     import torch
     import transformers
 
@@ -229,7 +241,7 @@ def with_own_experts(choice: ModelChoice) -> ModelChoice:
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:
         return choice
     root = hub.resolve(choice.model, choice.revision)
-    open_experts(root).require_computable()
+    open_checkpoint_experts(root).require_computable()
     return replace(choice, cpu_weights=root)
 
 

@@ -45,7 +45,8 @@ COMPARE = "compare it with the file of the model's release"
 TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError if an allocation on the CPU fails
 # In transformers' error for an unknown model type.
 UNKNOWN_TYPE = ("does not recognize this architecture", "Unrecognized configuration class")
-HUB_OPTIONS = ("revision", "trust_remote_code")  # options of from_pretrained that select the files and how to read them
+# Options of from_pretrained that select the files and how to read them.
+HUB_OPTIONS = ("revision", "trust_remote_code", "local_files_only")
 
 
 @contextmanager
@@ -271,7 +272,10 @@ def load_pretrained(
     ):
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if weights is None:
-            loaded_model, info = model_class.from_pretrained(model, config=config, **options)
+            adapter_options = {"local_files_only": options["local_files_only"]}  # of an adapter beside the model
+            loaded_model, info = model_class.from_pretrained(
+                model, config=config, adapter_kwargs=adapter_options, **options
+            )
         else:
             options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
             options["state_dict"] = weights
