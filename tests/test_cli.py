@@ -56,6 +56,13 @@ def test_json_leaves_stderr_to_errors_warnings_and_progress(tmp_path: Path, cli:
     assert any("--threads 4096" in note for note in json.loads(result.stdout)["notes"])
 
 
+@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--dry-run",), ("--executor", "nonsense")])
+def test_refused_options_give_an_error_without_notes(tmp_path: Path, options: Any, cli: Any, example: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years")
+    result = cli("cpu", "-i", example, "-o", tmp_path, "--gpu", *options, code=None)
+    assert result.returncode in (2, 7) and len(result.stderr.splitlines()) == 1, result.stderr
+
+
 @pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
 def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)

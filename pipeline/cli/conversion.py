@@ -15,7 +15,7 @@ from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
 from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory
-from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do
+from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do, require_writable_output
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.paths import locate
@@ -194,14 +194,16 @@ def convert(options: ConversionOptions) -> None:
     part = None if share is None else str(share)
     outputs = [with_values(output_options, threads=threads, part=part) for output_options in outputs]
     plans = [commands.build_output_plan(output_options, reporter) for output_options in outputs]
+    require_compatible(plans, options.workers, share)
+    overwrite = options.existing.overwrite
+    for plan in plans:
+        require_writable_output(plan, overwrite)
     for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
     if options.dry_run:
         _report_serving(plans, reporter)
         reporter.count_hidden_notes()
-        require_compatible(plans, options.workers, share)
         as_json = options.reporting.json_events
-        overwrite = options.existing.overwrite
         dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=uses_workers(options.workers))
         return
     if options.existing.force_unlock:
@@ -243,8 +245,8 @@ def resume_conversion(options: ResumeOptions) -> None:
     if any(option_field.name == "executor" for option_field in find_given_options(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
     plan = commands.make_plan(with_values(saved_options, **changes, dry_run=options.dry_run), reporter)
+    require_compatible([plan], options.workers)
     if options.dry_run:
-        require_compatible([plan], options.workers)
         as_json = options.reporting.json_events
         with_workers = uses_workers(options.workers)
         dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
@@ -316,7 +318,6 @@ def run_plans(
 
     threads  threads of each worker, if there are workers; None for the number of the backend
     """
-    require_compatible(plans, workers, share)
     if reporter.json_events:  # the last event is `finished`
         _report_serving(plans, reporter)
     overwrite = plans[0].options.existing.overwrite
