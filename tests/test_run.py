@@ -79,6 +79,15 @@ def test_without_a_network_the_cache_is_used_and_nothing_is_requested_twice(cli,
     assert result.stdout.startswith("import os") and SPEED.fullmatch(result.stderr.strip()), result.stderr
 
 
+def test_layers_that_the_model_lacks_give_a_warning(cli, example, weights, tmp_path):
+    shutil.copytree(example, tmp_path / "model")
+    stored.configure(tmp_path / "model", num_hidden_layers=1)
+    options = ("--cpu-weights", weights, "--prompt", "import os", "--max-new-tokens", 2)
+    warning, speed = cli("run", tmp_path / "model", *options).stderr.splitlines()
+    assert warning.startswith(f"warning: {weights}: has experts of layer 1, which Qwen3MoeForCausalLM lacks")
+    assert SPEED.fullmatch(speed)
+
+
 @pytest.mark.parametrize("fault", ["truncated", "is missing"])
 def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     """Its layer must not be treated as one that was not converted."""

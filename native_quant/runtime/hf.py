@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,13 +195,16 @@ class KTConvertQuantizer(HfQuantizer):
         """Load the experts of every layer that are not hot, before the model is changed. hot: layer -> mask."""
         settings = self.quantization_config
         source = open_experts(root)
-        missing = sorted({module.layer for module in modules}.difference(source.layers))
+        layers = {module.layer for module in modules}
+        unused = sorted({*source.layers} - layers)
+        if unused and not self._for_images:
+            problem = f"has experts of layer {format_ranges(unused)}, which {model_class} lacks and which are not used"
+            warnings.warn(f"{root}: {problem}; check that it was converted from this model", stacklevel=2)
+        missing = sorted(layers.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
-            layers = format_ranges(missing)
-            raise UnsupportedError(
-                f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
-            )
+            problem = f"has no experts of layer {format_ranges(missing)}, but {model_class} has"
+            raise UnsupportedError(f"{root}: {problem}; convert all layers")
         loaded: dict[int, KTExperts] = {}
         options: Any = {name: getattr(settings, name) for name in ("exact", "activations", "memory")}
         options["pool"] = get_shared_pool(settings.threads)

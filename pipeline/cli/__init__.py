@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
@@ -219,6 +220,7 @@ def main() -> None:
     """Run the command line. Every failure prints one sentence on stderr and has a documented exit code."""
     _open_streams()
     _reset_signals()
+    warnings.showwarning = _print_warning
     try:
         if instruction := os.environ.get(COMPLETE):
             from click.shell_completion import shell_complete
@@ -307,6 +309,11 @@ def one_line(text: str) -> str:
     """Return a message as one line of limited length: messages quote text from files."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return plain if len(plain) <= MAX_MESSAGE else f"{plain[: MAX_MESSAGE // 2]} ... {plain[-MAX_MESSAGE // 2 :]}"
+
+
+def _print_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning of Python without the place in the code."""
+    _print(sys.stderr, f"warning: {one_line(str(message))}")
 
 
 def _print(stream: TextIO, text: str) -> None:
