@@ -159,6 +159,15 @@ def test_a_kill_during_assembly_is_reported(bench):
     bench.check_output(expected)
 
 
+def test_an_output_made_from_a_copy_of_the_source_is_finished(bench):
+    """The message says what was compared, as the weights were not."""
+    assert bench.cpu().returncode == 0
+    copy = shutil.copytree(bench.source, bench.source.with_name("copy"))
+    result = bench.run("cpu", "-i", copy, "-o", bench.output)
+    compared = "made with these options, from files with the names, sizes and headers of this input"
+    assert result.returncode == 0 and result.stderr.endswith(f"is finished: nothing to do ({compared})\n")
+
+
 def test_a_finished_output_is_left_unchanged(bench):
     assert bench.cpu().returncode == 0
     before = conversion.identity(bench.output)

@@ -222,7 +222,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         if options.output.is_dir() and manifest.read_manifest(options.output) is not None:
             if not options.dry_run:
                 remove_work_directory(paths)
-            return report_nothing_to_do(options.output, reporter)
+            return report_nothing_to_do(options.output, reporter, compared=False)
         if not options.output.exists():
             raise absent_path(options.output)
         raise OutputError(

@@ -209,9 +209,14 @@ def require_replaceable(plan: Plan) -> None:
             raise OutputError(f"{replaced.folder}: {problem}; {remedy}, or add --delete-others.")
 
 
-def report_nothing_to_do(output: Path, reporter: Reporter) -> None:
+def report_nothing_to_do(output: Path, reporter: Reporter, *, compared: bool = True) -> None:
+    """Report that an output is finished.
+
+    compared  whether its manifest was compared with a plan
+    """
+    found = " (made with these options, from files with the names, sizes and headers of this input)" if compared else ""
     reporter.event("finished", output=str(output), nothing_to_do=True)
-    reporter.say(f"{output} is finished: nothing to do")
+    reporter.say(f"{output} is finished: nothing to do{found}")
 
 
 def _require_no_clash(plan: Plan) -> None:
