@@ -425,6 +425,17 @@ def test_cpu_prints_the_command_that_starts_sglang(tmp_path: Path, method: str, 
     assert (options["--kt-method"], options["--kt-threadpool-count"]) == (name, threadpools)
 
 
+def test_the_fusion_is_not_disabled_for_a_model_without_shared_experts(tmp_path: Path) -> None:
+    """Without the model, it may have some."""
+    counts, model = (
+        write_statistics(tmp_path / "counts", COUNTS[1:]),
+        checkpoint(tmp_path / "model", layers=2, experts=4),
+    )
+    for option, expected in (("--model", model), False), ((), True):
+        arguments = ("--format", "sglang", "--num-gpu-experts", 1, "--output", tmp_path / "hot.json")
+        assert (FUSION in options_of(run(counts, *arguments, *option)["command"])) == expected
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"), [({"shared_experts": False}, False), ({"shared_experts": True}, True), ({}, True)]
 )

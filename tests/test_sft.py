@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import ArgumentError, InputError
 from ktconvert.native_quant.runtime.methods import SFT_METHODS, SFT_WEIGHTS
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
@@ -195,6 +195,13 @@ def test_calls_in_the_wrong_order_are_rejected() -> None:
     with_lora(one, given)
     with pytest.raises(ValueError, match="65 tokens are more than chunked_prefill_size=64"):
         one.forward(torch.zeros(65, 256), torch.zeros(65, 2), torch.zeros(65, 2))
+    for call, arguments, name in (
+        ("forward", (3, ids, weights), "hidden_states"),
+        ("submit_forward", (x, 3, weights), "expert_ids"),
+        ("submit_forward_inference", (x, ids, None), "weights"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} must be a tensor, not"):
+            getattr(one, call)(*arguments)
     one.submit_forward(x, ids, weights)
     with pytest.raises(RuntimeError, match="submit_forward again"):
         one.submit_forward(x, ids, weights)
@@ -208,6 +215,8 @@ def test_calls_in_the_wrong_order_are_rejected() -> None:
     assert torch.equal(out, one.forward(x, ids, weights))
     with pytest.raises(ValueError, match="optimizer_grad_scale must be finite and positive"):
         one.backward(gradient, optimizer_grad_scale=0)
+    with pytest.raises(ArgumentError, match="grad_output must be a tensor, not 3"):
+        one.backward(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="grad_output must have the shape of the last forward"):
         one.backward(gradient[:3])
     assert all(torch.equal(*pair) for pair in zip(found, one.backward(gradient), strict=True))

@@ -376,6 +376,15 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
             wrapper.forward(*wrong)
         with pytest.raises(ArgumentError):
             wrapper.submit_forward(*wrong)
+    expected = wrapper.forward(hidden, ids, weights)
+    wrapper.submit_forward(hidden, ids, weights)
+    for wrong_hidden in (3, None, hidden[:3], hidden.long()):
+        with pytest.raises(ArgumentError, match="hidden_states must be a tensor of"):
+            wrapper.sync_forward(wrong_hidden)
+    assert equal_bits(wrapper.sync_forward(hidden), expected)
+    for scores in ((3, weights), (ids, 3)):
+        with pytest.raises(ArgumentError, match=r"expert_(ids|scores) must be a tensor, not 3"):
+            wrapper.select_deferred_experts(*scores, 1)
     with pytest.raises(ValueError, match="gate_proj must be a tensor"):
         empty.load_weights_from_tensors(stacked[0][0][:4], *stacked[0][1:], torch.arange(8))
     with pytest.raises(ValueError, match="cpu_save=True is only for"):

@@ -56,6 +56,7 @@ def split_immediate(
 
     on_gpu: bool [E] on the CPU, experts that the CPU does not compute. A captured graph reads it again in each replay
     """
+    require_tensors(expert_ids=ids, expert_scores=weights)
     topk = ids.shape[-1]
     immediate = max(0, min(immediate, topk))
     if immediate == topk:
@@ -251,10 +252,16 @@ class CpuForward:
         self._submitted = (job, previous, out)
 
     def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Wait for the forward of the last submit() and return its result."""
+        """Wait for the forward of the last submit() and return its result, like hidden_states.
+
+        Raises ArgumentError for other hidden_states; a later call may then return the result.
+        """
         if self._submitted is None:
             raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
-        (job, previous, out), self._submitted = self._submitted, None
+        job, previous, out = self._submitted
+        is_right = _is_tensor(hidden_states, FLOATS) and hidden_states.numel() == out.numel()
+        _require(is_right, "hidden_states", FLOATS, out.shape, hidden_states)
+        self._submitted = None
         job.wait()
         if previous is not None:
             previous.job.wait()  # it ended before our job; raises its error, if any
@@ -287,6 +294,13 @@ class CpuForward:
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+
+
+def require_tensors(**values: object) -> None:
+    """Raise ArgumentError for the first argument that is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(f"{name} must be a tensor, not {describe(value)}")
 
 
 def check_inputs(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import streams, weights
 from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.kt_sft import LayerReference
+from ktconvert.native_quant.runtime.layer_forwards import require_tensors
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
@@ -328,6 +329,7 @@ class SftMoEWrapper:
         save_for_backward: bool = True,
     ) -> None:
         """Start a forward, with copies of the arguments."""
+        require_tensors(hidden_states=hidden_states, expert_ids=expert_ids, weights=weights)
         if len(hidden_states) > self.chunked_prefill_size:
             limit = f"chunked_prefill_size={self.chunked_prefill_size}"
             raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {limit}")
@@ -379,6 +381,7 @@ class SftMoEWrapper:
         Tensors on a GPU are copied on cuda_stream (its number, a torch stream, or None: torch's current one), for which
         this call waits. It cannot be captured in a CUDA graph.
         """
+        require_tensors(hidden_states=hidden_states, expert_ids=expert_ids, weights=weights)
         with _use_stream(hidden_states, cuda_stream):
             hidden, ids, scores = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, expert_ids, weights))
             self._start(hidden, ids, scores, save_for_backward=False)
@@ -414,6 +417,7 @@ class SftMoEWrapper:
         optimizer_grad_scale: float = 1.0,
     ) -> None:
         """Start a backward, with a copy of grad_output."""
+        require_tensors(grad_output=grad_output)
         if self._backward is not None:
             raise RuntimeError(f"layer {self.layer_idx}: submit_backward_async again without sync_backward")
         if self._saved is None:

@@ -311,7 +311,7 @@ def one_line(text: str) -> str:
     return plain if len(plain) <= MAX_MESSAGE else f"{plain[: MAX_MESSAGE // 2]} ... {plain[-MAX_MESSAGE // 2 :]}"
 
 
-def _print_warning(message: Warning | str, *_: object) -> None:
+def _print_warning(message: Warning | str, *_: object, **_options: object) -> None:
     """Print a warning of Python without the place in the code."""
     _print(sys.stderr, f"warning: {one_line(str(message))}")
 

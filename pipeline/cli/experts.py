@@ -18,6 +18,7 @@ from ktconvert.pipeline.cli.command import command, require_one
 from ktconvert.pipeline.options.queries import ExpertsOptions
 
 if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.moe_model import MoeModel
     from ktconvert.native_quant.runtime.hot_experts import Mask
 
 # Value of --format -> endings of the file by which its server recognizes it
@@ -119,12 +120,17 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
     model = options.model
     if model is None and options.cpu_weights is not None and is_whole_model(path):
         model = str(path.absolute())
-    if model is not None:
-        _require_model(path, counts, model)
+    shared_experts = model is None or _require_model(path, counts, model).has_shared_experts
     weights = options.cpu_weights or (path if is_output(path) else None)
     if weights is None:
         return launch.join_command(
-            launch.make_options(model or launch.ORIGINAL, launch.CPU_EXPERTS, "METHOD", placement=placement)
+            launch.make_options(
+                model or launch.ORIGINAL,
+                launch.CPU_EXPERTS,
+                "METHOD",
+                placement=placement,
+                shared_experts=shared_experts,
+            )
         )
     return launch.join_command(_serve_output(path, counts, model, weights.expanduser().absolute(), placement))
 
@@ -162,14 +168,15 @@ def _serve_output(
     return launch.serve_whole_model(facts, str(weights), placement=placement)
 
 
-def _require_model(path: Path, counts: I64, model: str) -> None:
-    """Raise InputError if a checkpoint has other layers or numbers of experts than the counts."""
+def _require_model(path: Path, counts: I64, model: str) -> MoeModel:
+    """Return a checkpoint. Raises InputError if it has other layers or numbers of experts than the counts."""
     from ktconvert.layouts.checkpoints.recognition import recognize
     from ktconvert.layouts.sources.source import open_checkpoint
 
     checkpoint = recognize(open_checkpoint(model))
     experts_by_layer = {layer: checkpoint.shape(layer)[0] for layer in checkpoint.layers}
     _require_same_experts(path, counts, model, experts_by_layer, checkpoint.decoder_layers)
+    return checkpoint
 
 
 def _require_same_experts(
