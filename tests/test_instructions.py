@@ -27,7 +27,13 @@ BASELINE = {
     *("MMX", "SSE", "SSE2", "SYSCALL", "MULTIBYTENOP", "PAUSE", "CET_IBT"),
 }
 # Names in isa.h -> iced's spelling.
-ICED_NAMES = {"avx512f": "AVX512F", "avx512vnni": "AVX512_VNNI", "avx512bf16": "AVX512_BF16", "avxvnni": "AVX_VNNI"}
+ICED_NAMES = {
+    "avx512f": "AVX512F",
+    "avx512vnni": "AVX512_VNNI",
+    "avx512vbmi": "AVX512_VBMI",
+    "avx512bf16": "AVX512_BF16",
+    "avxvnni": "AVX_VNNI",
+}
 ICED_NAMES |= {"amx-tile": "AMX_TILE", "amx-int8": "AMX_INT8", "amx-bf16": "AMX_BF16"}
 FEATURES = {number: name for name, number in vars(CpuidFeature).items() if not name.startswith("_")}
 
@@ -37,9 +43,11 @@ def read_allowed_features() -> dict[str, set[str]]:
     header = re.sub(r"#else.*?#endif", "", ISA_HEADER.read_text(), flags=re.S).replace("\\\n", " ")
     sets = {"scalar": set[str]()}
     for name, targets in re.findall(
-        r"#define KT_TARGET_(\w+)\s+__attribute__\(\(\s*target\(\"([^\"]*)\"\)\)\)", header
+        r"#define KT_TARGET_(\w+)\s+__attribute__\(\(\s*target\(((?:\s*\"[^\"]*\")+)\)\)\)", header
     ):
-        sets[name.lower()] = {ICED_NAMES.get(t, t.upper()) for t in targets.split(",")} | {"AVX"} | WITH_AVX2
+        sets[name.lower()] = (
+            {ICED_NAMES.get(t, t.upper()) for t in re.sub(r'["\s]', "", targets).split(",")} | {"AVX"} | WITH_AVX2
+        )
     return {isa: features | BASELINE for isa, features in sets.items()}
 
 

@@ -1,5 +1,4 @@
-/* FP8 E4M3 to BF16. */
-#include "fp8_to_bf16.h"
+/* FP8 E4M3 to BF16. A file that includes this must include fp8_to_bf16.h or a header that replaces it. */
 
 TARGET void KERNEL_OF(chunk_fp8)(const uint8_t *codes, int64_t columns, uint16_t *chunk) {
     for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += VECTOR_BYTES) {

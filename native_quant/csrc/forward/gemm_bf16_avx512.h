@@ -71,14 +71,12 @@ KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #include "gemm_bf16_blocks.h"
 
-/* Decodes 4 pairs of columns of 16 rows. */
+/* Decodes 2 pairs of columns of 16 rows. */
 KT_INLINE TARGET void decode(int coding, const uint8_t *codes, __m512i *pairs) {
-    if (coding == KT_E4M3) {
-        fp8_to_bf16(codes, pairs);
-        fp8_to_bf16(codes + 64, pairs + 2);
-    } else
-#pragma GCC unroll 4
-        for (int g = 0; g < 4; g++) pairs[g] = _mm512_loadu_si512(codes + g * 64);
+    if (coding == KT_E4M3) fp8_to_bf16(codes, pairs);
+    else
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) pairs[g] = _mm512_loadu_si512(codes + g * 64);
 }
 
 /* BF16 is read in the order of its bytes (Zen 4: 1.4 to 2.5 times as fast as other orders). Of other codes, both halves
@@ -86,25 +84,25 @@ KT_INLINE TARGET void decode(int coding, const uint8_t *codes, __m512i *pairs) {
 KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
     const int halves = coding == KT_BF16_CODES ? 1 : 2;
     const int small_l1 = kt_has_small_l1();
-    const int64_t pairs_bytes = coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
+    const int64_t bytes = coding == KT_E4M3 ? 64 : 128; /* of 2 pairs */
     const uint8_t *codes = work->chunk;
     const float *scale = work->scale;
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS, scale += work->scale_step)
-        for (int first = 0; first < 2; first += halves, codes += halves * 4 * pairs_bytes) {
+        for (int first = 0; first < 2; first += halves, codes += halves * 8 * bytes) {
             const item *a = (const item *)work->a + j;
             __m512 sum[KT_FEW_TOKENS][2];
 #pragma GCC unroll 6
             for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = _mm512_setzero_ps();
 #pragma GCC unroll 1
-            for (int64_t at = 0; at < 4 * pairs_bytes; at += pairs_bytes, a += 8)
+            for (int64_t at = 0; at < 8 * bytes; at += bytes, a += 4)
 #pragma GCC unroll 2
                 for (int h = 0; h < halves; h++) {
-                    const uint8_t *place = codes + h * 4 * pairs_bytes + at;
-                    __m512i pairs[4];
+                    const uint8_t *place = codes + h * 8 * bytes + at;
+                    __m512i pairs[2];
                     decode(coding, place, pairs);
-                    kt_fetch_codes(small_l1, coding, place, pairs_bytes);
-#pragma GCC unroll 4
-                    for (int g = 0; g < 4; g++)
+                    kt_fetch_codes(small_l1, coding, place, bytes);
+#pragma GCC unroll 2
+                    for (int g = 0; g < 2; g++)
 #pragma GCC unroll 6
                         for (int t = 0; t < tokens; t++)
                             sum[t][h] = multiply(sum[t][h], pairs[g], a + t * KT_CHUNK_COLUMNS + 2 * g);

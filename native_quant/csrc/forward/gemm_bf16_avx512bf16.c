@@ -4,10 +4,9 @@
 
 #include "vectors_avx512.h"
 
-#include "fp8_to_bf16.h"
-
 #undef TARGET
 #define TARGET KT_TARGET_AVX512BF16
+#include "fp8_to_bf16_vbmi.h"
 typedef uint16_t item;
 
 #include "gemm_avx512.h"

@@ -40,8 +40,21 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
         steps->copy(job->a + t * job->a_pitch + first, columns, out);
 }
 
+/* The function that multiplies codes of a panel as they are read, or NULL. */
 static kt_bf16_block_fn *find_few(const kt_bf16_steps *steps, const kt_bf16_panel *panel, int64_t tokens) {
     return tokens <= KT_FEW_TOKENS ? steps->few[panel->coding][tokens - 1] : NULL;
+}
+
+/* Reads the scales of a panel's columns, or those of KT_SUM_COLUMNS columns if all columns share them. */
+static void read_scales(const kt_bf16_gemm *job, const kt_bf16_panel *panel, int64_t first, float *scratch,
+                        kt_bf16_block *work) {
+    work->scale = ones;
+    work->scale_step = 0;
+    if (!panel->scale) return;
+    const int are_same = (first & (panel->sum_columns - 1)) + work->columns <= panel->sum_columns;
+    panel->scale(job->kernels, panel, first, are_same ? KT_SUM_COLUMNS : work->columns, scratch);
+    work->scale = scratch;
+    work->scale_step = are_same ? 0 : KT_PANEL_ROWS;
 }
 
 /* Multiplies columns of panel s with tokens whose activations are in scratch, block by block. Meanwhile prefetches
@@ -50,47 +63,60 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *prefetch, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
     kt_chunk_fn *to_chunk = steps->integers ? panel->integers->chunk : panel->chunk;
-    kt_bf16_block_fn *few = find_few(steps, panel, tokens);
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), block_bytes = bytes / (blocks * terms),
                   step = block_bytes / (columns / 2);
     for (int64_t j = 0, count; j < columns; j += count) {
         count = minimum(columns - j, at_once);
         const uint8_t *chunk = get_codes(panel, first + j);
-        const int is_few = few && !(panel->is_special && panel->is_special(panel, first + j, count));
-        if (to_chunk && !is_few) {
+        if (to_chunk) {
             to_chunk(job->kernels, panel, first + j, count, scratch->chunk);
             chunk = (const uint8_t *)scratch->chunk;
         }
-        if (panel->scale) panel->scale(job->kernels, panel, first + j, count, scratch->scale);
+        kt_bf16_block work = {.columns = count, .sum_columns = panel->sum_columns, .step = step};
+        read_scales(job, panel, first + j, scratch->scale, &work);
         for (int64_t b = 0; b < blocks * terms; b++, prefetch += block_bytes * count / columns) {
             int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
-            const kt_bf16_block work = {.tokens = to - from,
-                                        .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
-                                        .columns = count,
-                                        .sum_columns = panel->sum_columns,
-                                        .scale = panel->scale ? scratch->scale : ones,
-                                        .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
-                                        .a = scratch->a + from * steps->row_bytes + j * steps->item_bytes,
-                                        .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
-                                        .prefetch = prefetch,
-                                        .step = step};
-            (is_few ? few : steps->block)(&work);
+            work.tokens = to - from;
+            work.chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2;
+            work.a = scratch->a + from * steps->row_bytes + j * steps->item_bytes;
+            work.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
+            work.prefetch = prefetch;
+            steps->block(&work);
         }
     }
 }
 
+/* The same for codes that are multiplied as they are read, of all tokens. */
+static void multiply_codes(const kt_bf16_gemm *job, kt_bf16_block_fn *few, space *scratch, int64_t s, int64_t first,
+                           int64_t columns) {
+    const kt_bf16_panel *panel = &job->panel[s];
+    kt_bf16_block work = {.tokens = job->m,
+                          .chunk = get_codes(panel, first),
+                          .columns = columns,
+                          .a = scratch->a,
+                          .c = job->c + s * job->c_pitch};
+    read_scales(job, panel, first, scratch->scale, &work);
+    few(&work);
+}
+
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
-    const int64_t most = find_few(steps, job->panel, job->m) ? KT_IN_ORDER_COLUMNS * 16 / job->panel->bits
-                         : job->panel->chunk                 ? FEW_DECODED
-                                                             : steps->few_columns;
+    const kt_bf16_panel *first_panel = job->panel;
+    kt_bf16_block_fn *few = find_few(steps, first_panel, job->m);
+    const int64_t most = few                  ? KT_IN_ORDER_COLUMNS * 16 / first_panel->bits
+                         : first_panel->chunk ? FEW_DECODED
+                                              : steps->few_columns;
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
             columns = minimum(job->k - first, most);
             copy(job, steps, first, columns, 0, job->m, scratch->a);
             for (int64_t s = pair; s < minimum(pair + 2, job->panels); s++) {
-                /* Making the chunk prefetches the first half. */
                 const kt_bf16_panel *panel = &job->panel[s];
+                if (few && !(panel->is_special && panel->is_special(panel, first, columns))) {
+                    multiply_codes(job, few, scratch, s, first, columns);
+                    continue;
+                }
+                /* Making the chunk prefetches the first half. */
                 int64_t bytes = code_bytes(panel, columns), late_bytes = panel->chunk ? bytes / 2 : bytes;
                 multiply(job, steps, scratch, s, first, columns, 0, job->m,
                          get_codes(panel, first) + KT_CHUNK_AHEAD + bytes - late_bytes, late_bytes);

@@ -1,5 +1,7 @@
 /* The kernels of the templates in forward/ for AVX-512. */
 #include "vectors_avx512.h"
+#include "fp8_to_bf16.h"
+
 #include "activations_template.h"
 #include "attend_span_template.h"
 #include "chunk_fp8_template.h"

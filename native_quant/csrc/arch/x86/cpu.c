@@ -17,7 +17,8 @@ enum {
     LEAF7_EBX_AVX512BW = 1 << 30
 };
 #define LEAF7_EBX_AVX512VL (1u << 31)
-enum { LEAF7_ECX_AVX512VNNI = 1 << 11, LEAF7_1_EAX_AVXVNNI = 1 << 4, LEAF7_1_EAX_AVX512BF16 = 1 << 5 };
+enum { LEAF7_ECX_AVX512VBMI = 1 << 1, LEAF7_ECX_AVX512VNNI = 1 << 11 };
+enum { LEAF7_1_EAX_AVXVNNI = 1 << 4, LEAF7_1_EAX_AVX512BF16 = 1 << 5 };
 enum { LEAF7_EDX_AMX_BF16 = 1 << 22, LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
 
 /* XCR0: SSE and AVX; with opmask and both upper parts of zmm; tile configuration and data. */
@@ -54,7 +55,7 @@ unsigned kt_cpu_isas(void) {
     isas |= 1u << KT_ISA_avx512;
     if (!has(c, LEAF7_ECX_AVX512VNNI)) return isas;
     isas |= 1u << KT_ISA_avx512vnni;
-    if (has(more, LEAF7_1_EAX_AVX512BF16)) isas |= 1u << KT_ISA_avx512bf16;
+    if (has(more, LEAF7_1_EAX_AVX512BF16) && has(c, LEAF7_ECX_AVX512VBMI)) isas |= 1u << KT_ISA_avx512bf16;
 #ifdef KT_EMULATED /* isa.h; tile instructions are trapped */
     return isas | 1u << KT_ISA_avxvnni | 1u << KT_ISA_amx;
 #endif

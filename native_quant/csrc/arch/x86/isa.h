@@ -16,9 +16,9 @@
 #define KT_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
 /* cpu.c: AVX-512 VNNI on top of AVX-512. */
 #define KT_TARGET_AVX512VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-/* cpu.c: AVX512-BF16 on top of AVX-512 VNNI. */
+/* cpu.c: AVX512-BF16 and AVX-512 VBMI on top of AVX-512 VNNI. Cooper Lake, which has no VBMI, uses VNNI. */
 #define KT_TARGET_AVX512BF16 \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")))
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16")))
 #ifndef KT_EMULATED
 /* cpu.c: the 256-bit dot products of AVX-VNNI on top of AVX2. */
 #define KT_TARGET_AVXVNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
@@ -27,7 +27,7 @@
 #endif
 /* cpu.c: AMX tiles, their int8 dot products and those of BF16 on top of AVX512-BF16. */
 #define KT_TARGET_AMX \
-    __attribute__(( \
-        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")))
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
+                          "amx-tile,amx-int8,amx-bf16")))
 
 #endif
