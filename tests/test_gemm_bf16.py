@@ -248,6 +248,17 @@ def test_a_subnormal_fp8_scale_counts_as_zero(isa: str, m: int) -> None:
             assert (out == (0 if smallest < 2.0**-126 else 2.0 ** (40 + 7 - 126))).all(), name
 
 
+@pytest.mark.parametrize("m", [1, 6, 20])
+@pytest.mark.parametrize("column", [36, 37])
+def test_each_fp8_code_gives_its_value(isa: str, m: int, column: int) -> None:
+    """Also subnormals and NaN. Up to 6 tokens, vector kernels decode in registers."""
+    codes, numbers = np.zeros((256, 128), np.uint8), np.zeros((m, 128))
+    codes[:, column], numbers[:, column] = np.arange(256), 1
+    weight = floats.fp8(codes, np.ones((2, 1), np.float32))
+    out = multiply("FP8", floats.to_bits(numbers), weight)
+    np.testing.assert_array_equal(out, np.tile(weight.numbers[:, column], (m, 1)))
+
+
 def test_nan_codes_give_nan(isa: str) -> None:
     """Conversions write none, but a damaged file must not give plausible numbers."""
     codes = np.full((128, 128), 0x38, np.uint8)
