@@ -1,11 +1,13 @@
-"""Generation with a transformers model on the CPU: attention of one token, a cache that grows in place, and threads."""
+"""Generation with a transformers model on the CPU: attention, a cache that grows in place, and threads."""
 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
@@ -18,6 +20,7 @@ ATTENTION = "sdpa"  # transformers' name of its default attention
 # Tokens that a cache's memory has beyond those in use: as many at least, and one for each SPARE_SHARE tokens. So each
 # token is copied only a few times while the cache grows.
 LEAST_SPARE, SPARE_SHARE = 256, 8
+PIECE = 16  # heads of the attention of several tokens that torch computes together, if it copies their values
 
 
 def attend(
@@ -33,12 +36,15 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of query [batch, heads, tokens, size] as transformers' function does, and no weights.
 
-    The runtime's kernel computes one token that sees all keys: numerics.md, section 5f. pool: threads that compute
+    The runtime's kernel computes one token that sees all keys: numerics.md, section 5f. Several tokens are torch's, for
+    a piece of the heads at a time. pool: threads that compute
     """
     tensors = query, key, value
-    is_plain = attention_mask is None and not named.get("dropout") and named.get("position_bias") is None
-    if not (is_plain and query.shape[0] == query.shape[2] == 1 and all(map(_is_readable, tensors))):
+    is_plain = not named.get("dropout") and named.get("position_bias") is None
+    if not (is_plain and query.is_cpu and query.dim() == 4) or any(tensor.requires_grad for tensor in tensors):
         return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling, **named)
+    if attention_mask is not None or query.shape[0] * query.shape[2] > 1 or not all(map(_is_readable, tensors)):
+        return _attend_in_pieces(module, *tensors, attention_mask, scaling=scaling, **named)
     heads, keys, size, value_size = *key.shape[1:], value.shape[-1]
     queries = query.shape[1] // heads
     out = torch.empty((1, 1, query.shape[1], value_size), dtype=torch.bfloat16)
@@ -49,12 +55,37 @@ def attend(
     return out, None
 
 
+def _attend_in_pieces(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of all heads as transformers' function does, and no weights.
+
+    transformers copies keys and values for each of the heads that share them, and torch computes all scores in float32
+    if values have a different size than keys. Both would need memory for all keys of a layer, times all heads.
+    """
+    queries, value_size = query.shape[1] // key.shape[1], value.shape[-1]
+    padding = max(0, key.shape[-1] - value_size)
+    step = 1 if queries > 1 else PIECE if padding else key.shape[1]
+    if mask is not None and mask.dtype == torch.bool:  # torch would convert it for each piece
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    settings = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without num_key_value_groups
+    outs = []
+    for first in range(0, key.shape[1], step):
+        heads = slice(queries * first, queries * (first + step))
+        states = key[:, first : first + step], pad(value[:, first : first + step], (0, padding))
+        if queries > 1:
+            states = states[0].expand(-1, queries, -1, -1), states[1].expand(-1, queries, -1, -1)
+        own_mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        out, _ = sdpa_attention_forward(settings, query[:, heads], *states, own_mask, **named)
+        outs.append(out[..., :value_size])
+    return torch.cat(outs, 2), None
+
+
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Return whether the kernel can read the numbers of a tensor [1, heads, tokens, size] where they are."""
     size = tensor.shape[-1]
     return (
         is_bf16_in_memory(tensor)
-        and not tensor.requires_grad
         and size % lib.KTQ_ROW_MULTIPLE == 0
         and tensor.numel() > 0
         and tensor.stride(-1) == 1
