@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.attention import LayerCache, find_caches
+from ktconvert.layouts.checkpoints.attention import AttentionBytes, LayerCache, find_attention_bytes, find_caches
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.pipeline.fit.estimate import (
+    CPU_SHARE,
     KTCONVERT,
+    MASK,
     PREFERENCES,
+    READ_SHARE,
     SGLANG,
     Choice,
     ExpertForm,
@@ -29,6 +33,7 @@ from ktconvert.pipeline.fit.estimate import (
     RestForm,
     Use,
     list_choices,
+    predict_cpu_rate,
 )
 from ktconvert.pipeline.fit.machines import GPUS, find_gpu
 from ktconvert.pipeline.fit.model_shape import read_shape
@@ -189,6 +194,17 @@ def test_cache_follows_the_attention_of_the_config(name, tokens, expected):
     assert caches is not None and sum(cache.bytes_of(tokens) for cache in caches) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen3-30B-A3B", AttentionBytes(2 * 32 * 128, 2 * 32 * 128)),
+        ("DeepSeek-V3", AttentionBytes(2 * 128 * 192, 2 * 128 * 128, 2 * 128 * (128 + 128 + 192))),
+    ],
+)
+def test_latents_are_expanded_to_keys_and_values_of_all_heads(name, expected):
+    assert find_attention_bytes(shapes.SHAPES[name].config) == expected
+
+
 def test_linear_attention_keeps_a_state_of_fixed_size():
     shape = shapes.SHAPES["Qwen3.5-397B-A17B"]
     caches = find_caches(shape.config, 60)
@@ -290,6 +306,21 @@ def test_one_more_expert_per_layer_would_exceed_the_gpu(shape, target, use):
         if choice.vram and not choice.problem and choice.gpu_experts < max(shape.experts):
             more = choice.vram["experts"] + predictor.cards * 2 * shape.hidden**2 * shape.layers
             assert choice.vram_bytes - choice.vram["experts"] + more > predictor.card
+
+
+def test_memory_of_our_server_grows_with_the_cache_and_the_expanded_latents():
+    shape = replace(make_shape(4, 8, 1024, 600), attention=AttentionBytes(8192, 8192, 20_000), width=512)
+    target = Machine(64 * GIB, (), 1, 1 << 40, 1e11, 1e12)
+    sizes = [predict(shape, target, Use(tokens, runtime=KTCONVERT))[0].ram_bytes for tokens in (4000, 8000, 12_000)]
+    mask = 512 * MASK  # of the last tokens that are read together
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 4000 * ((4 + 1) * 600 + 20_000 + mask)
+
+
+def test_the_cores_limit_the_speed_only_if_the_bandwidth_was_measured():
+    form = make_shape(1, 8, 1024, 64).forms[0]  # a core computes 10 GB/s
+    assert predict_cpu_rate(form, 1e11, 4) == 4e10
+    assert predict_cpu_rate(form, 1e11, 64) == READ_SHARE * 1e11
+    assert predict_cpu_rate(form, 1e11, None) == CPU_SHARE * 1e11
 
 
 def test_preference_decides_which_choice_comes_first():

@@ -1,6 +1,8 @@
-"""Decoding with a model on the CPU: attention by section 5f of numerics.md, the growing cache, and torch's threads."""
+"""Generation on the CPU: attention of prompts and by section 5f of numerics.md, the growing cache, torch's threads."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import one_token
 from ktconvert.native_quant.runtime.one_token import GrowingLayer, attend
@@ -77,6 +80,50 @@ def test_other_attention_is_that_of_transformers(change: str) -> None:
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     out, weights = attend(module, query, key, value, mask, 0.3, pool=Pool(1))
     assert weights is None and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "size", "value_size"), [(2, 3, 64, 64), (1, 4, 64, 32), (20, 1, 48, 32), (3, 1, 32, 64)]
+)
+@pytest.mark.parametrize("masks", [0, 1, None])
+def test_attention_of_a_prompt_is_that_of_transformers(
+    heads: int, queries: int, size: int, value_size: int, masks: int | None
+) -> None:
+    """masks: number of masks; 0 for one of each head. Without a mask, each token sees itself and those before it."""
+    torch.manual_seed(heads)
+    tokens, keys, count = 7, 7 if masks is None else 30, heads * queries
+    query = torch.randn(2, count, tokens, size)
+    key, value = torch.randn(2, heads, keys, size), torch.randn(2, heads, keys, value_size)
+    mask = None if masks is None else torch.rand(2, masks or count, tokens, keys) < 0.7
+    module = make_module(query, key)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    out, weights = attend(module, query, key, value, mask, 0.3, pool=Pool(1))
+    assert weights is None and out.is_contiguous()
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("heads", "queries", "size"), [(32, 1, 192), (4, 16, 128)])
+def test_attention_of_a_prompt_needs_no_memory_for_the_keys_of_all_heads(heads: int, queries: int, size: int) -> None:
+    tokens, keys = 64, 4096
+    query = torch.randn(1, heads * queries, tokens, size).bfloat16()
+    key, value = (torch.randn(1, heads, keys, n).bfloat16() for n in (size, 128))
+    states = query, key, value, torch.ones(1, 1, tokens, keys).bool()
+    module = make_module(query, key)
+    needed = measure_memory(lambda: attend(module, *states, pool=Pool(1)))
+    all_heads = 2 * heads * queries * keys * size
+    assert needed < 0.7 * all_heads < measure_memory(lambda: sdpa_attention_forward(module, *states))
+
+
+def measure_memory(function: Callable[[], object]) -> int:
+    """Return by how many bytes the resident memory grows at most while a function runs for the second time."""
+    function()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory becomes the current one
+    except OSError:
+        pytest.skip("the system does not let a process reset its largest resident memory")
+    before = machine.read_table(Path("/proc/self/status"))["VmRSS"]
+    function()
+    return 1024 * (machine.read_table(Path("/proc/self/status"))["VmHWM"] - before)
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -208,11 +208,38 @@ def find_caches(config: dict[str, Any], layers: int) -> tuple[LayerCache, ...] |
     return caches if len(caches) == layers else None
 
 
-def count_attention_bytes(config: dict[str, Any]) -> int:
-    """Return the bytes of a token's keys and values in one layer if each head has its own; 0 if the config has none."""
-    numbers = [cfg.find_number(config, keys) for keys in (HEADS, HEAD_DIM, VALUE_DIM, HIDDEN)]
-    heads, key, value, hidden = (entry[1] if entry else 0 for entry in numbers)
-    return ELEMENT * heads * (key + value) or 2 * ELEMENT * hidden * bool(heads)
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Bytes of a token's vectors in one layer's attention, for all heads.
+
+    query     queries, and as many for the keys of all heads
+    result    results, and as many for the values of all heads
+    expanded  keys and values that each use computes from latents; 0 if the cache contains them
+    """
+
+    query: int = 0
+    result: int = 0
+    expanded: int = 0
+
+
+NO_ATTENTION = AttentionBytes()
+
+
+def find_attention_bytes(config: dict[str, Any]) -> AttentionBytes:
+    """Return the bytes of a token's vectors in one layer's attention; all 0 if the config describes none."""
+
+    def find(keys: Sequence[str]) -> int:
+        entry = cfg.find_number(config, tuple(keys))
+        return entry[1] if entry else 0
+
+    heads = find(HEADS)
+    usual = find(HEAD_DIM) or find(HIDDEN) // max(1, heads)
+    without_position = find(("qk_nope_head_dim",))
+    key = without_position + find(("qk_rope_head_dim",)) if without_position else usual
+    value = find(VALUE_DIM) or usual
+    projected = without_position + value  # of the linear that expands a latent; keys with positions are a copy
+    expanded = ELEMENT * heads * (projected + key) if find(("kv_lora_rank",)) else 0
+    return AttentionBytes(ELEMENT * heads * key, ELEMENT * heads * value, expanded)
 
 
 def _find_cache(config: dict[str, Any], layer: int) -> LayerCache | None:

@@ -20,7 +20,7 @@ ATTENTION = "sdpa"  # transformers' name of its default attention
 # Tokens that a cache's memory has beyond those in use: as many at least, and one for each SPARE_SHARE tokens. So each
 # token is copied only a few times while the cache grows.
 LEAST_SPARE, SPARE_SHARE = 256, 8
-PIECE = 16  # heads of the attention of several tokens that torch computes together, if it copies their values
+PIECE = 8  # heads of the attention of several tokens that torch computes together, if it copies their values
 
 
 def attend(

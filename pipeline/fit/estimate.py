@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ktconvert.layouts.checkpoints.attention import LayerCache
+from ktconvert.layouts.checkpoints.attention import NO_ATTENTION, AttentionBytes, LayerCache
 from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
 
 SGLANG, KTCONVERT = RUNTIMES
@@ -21,10 +21,17 @@ SERVER_MEMORY = 4 << 30  # of a server that uses a GPU: Python, torch, libraries
 OWN_SERVER_MEMORY = 480_000_000  # of `ktconvert serve` without a GPU: Python, torch, transformers; measured
 CARD_MEMORY = 1 << 30  # of CUDA's context and graphs, on each card
 PREFILL_TOKENS = {SGLANG: 4096, KTCONVERT: 512}  # that a server computes together
-# Of a layer's keys and values for all heads. This equals the measured growth by tokens; the cause is not verified.
-ATTENTION_COPIES = 2
+BF16 = 2  # bytes
 ACTIVATIONS = 12  # vectors of the hidden size that a token of a prefill needs, in BF16
-CPU_SHARE = 0.8  # of the read bandwidth of memory, if the cores decode fast enough
+# Of the queries (projected, with positions, joined) and results (of each piece, joined, in the order of tokens).
+ATTENTION_COPIES = 3
+MASK = 4  # bytes for each pair of a prefill's token and a key: two masks of booleans, and one in BF16
+COMPARED = 16  # bytes for each weight of a linear while a start compares experts: gate, up, down and a copy in float32
+# Largest memory of the experts' rows and of their float32 outputs (ROWS_BUDGET and SECTIONS_BUDGET in moe.c).
+EXPERT_ROWS, EXPERT_OUTPUTS = 256 << 20, 16 << 20
+CPU_SHARE = 0.8  # of a bandwidth that was given; an estimate: vendors state what no program reads, and cores decode
+# Of the bandwidth that a loop reads which does nothing else. Decoding is not part of it: it limits a core (core_rate).
+READ_SHARE = 0.95
 GPU_SHARE = 0.7  # of the bandwidth of a card's memory
 LAYER_SECONDS = 1.2e-4  # for each layer with experts: hand over to the CPU and back (H100, CUDA graphs)
 TORCH_LAYER_SECONDS = 1e-3  # for each layer that torch computes without CUDA graphs
@@ -99,7 +106,8 @@ class ModelShape:
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
     positions     largest number of tokens of a sequence; None if the config does not state it
-    attention     bytes of a token's keys and values in one layer, if all heads have their own
+    attention     bytes of a token's vectors in one layer's attention
+    width         largest intermediate size of an expert
     download      bytes to download first, unless the experts can be streamed
     window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
     """
@@ -114,7 +122,8 @@ class ModelShape:
     caches: tuple[LayerCache, ...]
     routed_bytes: int
     positions: int | None = None
-    attention: int = 0
+    attention: AttentionBytes = NO_ATTENTION
+    width: int = 0
     download: int = 0
     window_bytes: int = 0
 
@@ -125,7 +134,7 @@ class Machine:
 
     vram       memory of each GPU
     bandwidth  read bandwidth of memory, and of one GPU's memory
-    cores      physical cores; None: as many as the bandwidth needs
+    cores      physical cores, with which the bandwidth was measured; None: it was given
     """
 
     ram: int
@@ -209,10 +218,27 @@ class Predictor:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of the activations of a prefill, and of the logits."""
-        activations = PREFILL_TOKENS[self.use.runtime] * ACTIVATIONS * 2 * self.shape.hidden
-        copies = 0 if self.cards else ATTENTION_COPIES * self.shape.attention * self.use.context
-        return activations + copies + 4 * self.shape.vocabulary * (self.use.sequences + 1)
+        """Bytes of the buffers of a prefill, and of the logits; on the CPU at least those of the start."""
+        shape = self.shape
+        tokens = PREFILL_TOKENS[self.use.runtime] if self.cards else min(PREFILL_TOKENS[KTCONVERT], self.use.context)
+        activations = tokens * ACTIVATIONS * BF16 * shape.hidden
+        buffers = 0  # the largest, as each is freed before the next one is allocated
+        if not self.cards:
+            start = COMPARED * shape.hidden * shape.width
+            buffers = max(start, self._attention_buffers(tokens), self._expert_buffers(tokens))
+        return activations + buffers + 4 * shape.vocabulary * (self.use.sequences + 1)
+
+    def _attention_buffers(self, tokens: int) -> int:
+        """Return what attention needs on the CPU beside the cache, for the last tokens of a prompt."""
+        attention, context = self.shape.attention, self.use.context
+        copies = ATTENTION_COPIES * (attention.query + attention.result) * tokens
+        grown = max((cache.bytes_of(context) for cache in self.shape.caches), default=0)  # a layer's, while it is moved
+        return copies + (MASK * tokens + attention.expanded) * context + grown
+
+    def _expert_buffers(self, tokens: int) -> int:
+        """Return what the CPU's kernels need for the rows of all experts."""
+        rows, hidden = tokens * self.shape.topk, self.shape.hidden
+        return min(EXPERT_ROWS, BF16 * rows * (hidden + self.shape.width)) + min(EXPERT_OUTPUTS, 4 * rows * hidden)
 
     def predict(self, form: ExpertForm, rest: RestForm) -> Choice:
         """Return the prediction; sizes are 0 for a form that is refused."""
@@ -323,9 +349,11 @@ class Predictor:
 
 
 def predict_cpu_rate(form: ExpertForm, bandwidth: float, cores: int | None) -> float:
-    """Return the bytes per second of these weights that cores compute at one token; None: as many as needed."""
-    decoding = form.core_rate * cores if cores else float("inf")
-    return min(CPU_SHARE * bandwidth, decoding)
+    """Return the bytes per second of these weights that the CPU computes at one token.
+
+    cores  number of those that reached the bandwidth when it was measured; None: it was given
+    """
+    return CPU_SHARE * bandwidth if cores is None else min(READ_SHARE * bandwidth, form.core_rate * cores)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ktconvert.layouts.checkpoints.attention import count_attention_bytes, find_caches
+from ktconvert.layouts.checkpoints.attention import find_attention_bytes, find_caches
 from ktconvert.layouts.checkpoints.match import is_mtp_tensor
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KTConvertError, UnsupportedError
@@ -19,11 +19,10 @@ from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.checkpoint_experts import CheckpointExperts, divide_experts
 from ktconvert.native_quant.runtime.methods import METHODS, Method
-from ktconvert.pipeline.fit.estimate import KTCONVERT, ExpertForm, ModelShape, RestForm
+from ktconvert.pipeline.fit.estimate import BF16, KTCONVERT, ExpertForm, ModelShape, RestForm
 from ktconvert.pipeline.options.option_groups import Streaming
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
-BF16 = 2  # bytes
 POSITIONS = ("max_position_embeddings",)
 VOCABULARY = ("vocab_size", "padded_vocab_size")
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "wte.weight", "token_embd.weight")
@@ -80,7 +79,8 @@ def read_shape(
         find_caches(config, decoder_layers) or (),
         sum(sum_experts(model)),
         positions[1] if positions else None,
-        count_attention_bytes(config),
+        find_attention_bytes(config),
+        max(model.shape(layer)[2] for layer in layers),
         download,
         window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
     )

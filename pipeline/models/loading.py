@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,17 +51,23 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
+COMPARED_ROWS = 16  # step between compared rows: all rows, in float32, would need more memory than a short prompt
+M_ARENA_MAX = -8  # of glibc's mallopt
 
 
 def set_environment() -> None:
     """Set environment variables before torch is imported, unless the user has set them.
 
-    Idle threads sleep, kernel caches are small, and libraries draw no progress bars.
+    Idle threads sleep, kernel caches are small, and libraries draw no progress bars. All threads allocate memory from
+    one arena: arenas that threads have of their own keep much of what large tensors have released.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
     os.environ.setdefault("TQDM_DELAY", PROGRESS_DELAY)  # compressed-tensors overrules TQDM_DISABLE
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 @dataclass(frozen=True)
@@ -327,9 +334,10 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
             if module.layer not in model_experts.moe_layers:
                 continue
             slices = [first for first, *_ in converted_experts.linears(module.experts._packed, expert)]
-            converted_first = np.concatenate(slices)
+            converted_first = np.concatenate(slices)[::COMPARED_ROWS].copy()
+            del slices
             first = model_experts.linear(module.layer, expert, model_experts.projections[0])
-            model_first = bf16_to_f32(decode(first))
+            model_first = bf16_to_f32(decode(first)[::COMPARED_ROWS])
             norms = float(np.linalg.norm(converted_first) * np.linalg.norm(model_first))
             if norms > 0 and float(np.vdot(converted_first, model_first)) / norms < MIN_COSINE:
                 problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
