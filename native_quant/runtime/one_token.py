@@ -68,7 +68,7 @@ def _attend_in_pieces(
     step = 1 if queries > 1 else PIECE if padding else key.shape[1]
     if mask is not None and mask.dtype == torch.bool:  # torch would convert it for each piece
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    settings = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without num_key_value_groups
+    settings: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without num_key_value_groups
     outs = []
     for first in range(0, key.shape[1], step):
         heads = slice(queries * first, queries * (first + step))
