@@ -1,5 +1,5 @@
 /* The code shared by the products of BF16 of AVX-512: up to 12 tokens, 24 registers of sums. A file that includes this
- * must include vectors_avx512.h and fp8_to_bf16.h, and define
+ * must include vectors_avx512.h and a header with fp8_to_bf16, and define
  *
  *     TARGET       the attribute of its functions
  *     item         an activation as it is read
