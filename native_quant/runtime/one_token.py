@@ -20,7 +20,7 @@ ATTENTION = "sdpa"  # transformers' name of its default attention
 # Tokens that a cache's memory has beyond those in use: as many at least, and one for each SPARE_SHARE tokens. So each
 # token is copied only a few times while the cache grows.
 LEAST_SPARE, SPARE_SHARE = 256, 8
-PIECE = 8  # heads of the attention of several tokens that torch computes together, if it copies their values
+HEADS_AT_ONCE = 8  # heads of the attention of several tokens that torch computes together, if it copies their values
 
 
 def attend(
@@ -44,7 +44,7 @@ def attend(
     if not (is_plain and query.is_cpu and query.dim() == 4) or any(tensor.requires_grad for tensor in tensors):
         return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling, **named)
     if attention_mask is not None or query.shape[0] * query.shape[2] > 1 or not all(map(_is_readable, tensors)):
-        return _attend_in_pieces(module, *tensors, attention_mask, scaling=scaling, **named)
+        return _attend_by_heads(module, *tensors, attention_mask, scaling=scaling, **named)
     heads, keys, size, value_size = *key.shape[1:], value.shape[-1]
     queries = query.shape[1] // heads
     out = torch.empty((1, 1, query.shape[1], value_size), dtype=torch.bfloat16)
@@ -55,7 +55,7 @@ def attend(
     return out, None
 
 
-def _attend_in_pieces(
+def _attend_by_heads(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **named: Any
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of all heads as transformers' function does, and no weights.
@@ -65,7 +65,7 @@ def _attend_in_pieces(
     """
     queries, value_size = query.shape[1] // key.shape[1], value.shape[-1]
     padding = max(0, key.shape[-1] - value_size)
-    step = 1 if queries > 1 else PIECE if padding else key.shape[1]
+    step = 1 if queries > 1 else HEADS_AT_ONCE if padding else key.shape[1]
     if mask is not None and mask.dtype == torch.bool:  # torch would convert it for each piece
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     settings: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without num_key_value_groups
