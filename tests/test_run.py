@@ -245,8 +245,8 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
 
 
 REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
-    ((), UsageError, "either --prompt TEXT or --chat"),
-    (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
+    ((), UsageError, "--prompt TEXT or --chat is missing; add it"),
+    (("--chat", "--prompt", "x"), UsageError, "--prompt TEXT and --chat exclude each other"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
     (("--prompt", ""), InputError, "the prompt has no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), InputError, "nowhere: does not exist"),
