@@ -79,6 +79,12 @@ def usable_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
+def limit_threads(requested: int | None) -> int:
+    """Return a number of threads of this process, at most and by default (None) usable_cpus()."""
+    usable = usable_cpus()
+    return min(requested or usable, usable)
+
+
 def physical_cores(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     """Return the number of physical cores that this process can use; hyperthreads count once. At most `usable_cpus`."""
     cpus = affinity(root) if cpus is None else cpus

@@ -188,7 +188,7 @@ def convert(options: ConversionOptions) -> None:
     outputs = commands.split_outputs(options)
     option_notes = [note for output in outputs for note in _make_option_notes(output)]
     preconditions.check_kernels()
-    threads = preconditions.limit_threads("--threads", options.execution.thread_count, option_notes.append)
+    threads = preconditions.limit_threads("--threads", options.execution.threads, option_notes.append)
     worker_threads = options.execution.threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
@@ -234,7 +234,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     preconditions.check_kernels()
     saved_options = commands.restore_options(options.output, saved)
     execution = options.execution
-    threads = execution.threads or saved_options.execution.thread_count
+    threads = execution.threads or saved_options.execution.threads
     changes: dict[str, Any] = {
         "threads": preconditions.limit_threads("--threads", threads, reporter.note),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),

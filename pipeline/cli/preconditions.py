@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
-def limit_threads(option: str, requested: int, note: Callable[[str], None]) -> int:
-    """Return a number of threads, capped at the CPUs of this process; a note reports that."""
+def limit_threads(option: str, requested: int | None, note: Callable[[str], None]) -> int:
+    """Return a number of threads, capped at the CPUs of this process; a note reports that. None: all CPUs."""
     allowed = machine.usable_cpus()
-    if requested > allowed:
+    if requested is not None and requested > allowed:
         note(f"{option} {requested} is capped at the {plural(allowed, 'CPU')} available to this process")
-    return min(requested, allowed)
+    return machine.limit_threads(requested)
 
 
 def limit_optional_threads(requested: int | None, note: Callable[[str], None]) -> int | None:

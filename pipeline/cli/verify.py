@@ -50,7 +50,7 @@ def verify(options: VerifyOptions) -> None:
     preconditions.check_file("--report", options.report, PAGES)
     worker_threads = options.threads
     notes: list[str] = []
-    threads = preconditions.limit_threads("--threads", options.thread_count, notes.append)
+    threads = preconditions.limit_threads("--threads", options.threads, notes.append)
     options = with_values(options, threads=threads, arch_row=options.arch.load_text())
     with open_backend(options.workers.executor, reporter.warn, options.workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:

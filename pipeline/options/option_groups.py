@@ -105,8 +105,8 @@ class Execution(Options):
 
     @property
     def thread_count(self) -> int:
-        """The number of threads; by default one for each CPU that this process may use."""
-        return self.threads or machine.usable_cpus()
+        """The number of threads, at most and by default one for each CPU that this process may use."""
+        return machine.limit_threads(self.threads)
 
 
 class Workers(Options):

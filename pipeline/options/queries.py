@@ -273,7 +273,8 @@ class VerifyOptions(Options, command="verify"):
 
     @property
     def thread_count(self) -> int:
-        return self.threads or machine.usable_cpus()
+        """The number of threads, as for conversions."""
+        return machine.limit_threads(self.threads)
 
     @property
     def page_statistics(self) -> Path | None:
