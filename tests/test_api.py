@@ -389,9 +389,30 @@ def test_commands_in_messages_stay_commands() -> None:
         assert rename("--arch-file /a/b.toml: cannot be read") == "arch_file='/a/b.toml': cannot be read"
 
 
-def test_convert_refuses_a_dry_run(tmp_path: Path, example: Path) -> None:
-    with pytest.raises(UsageError, match="unknown option dry_run"):
-        ktconvert.convert("cpu", input=example, output=tmp_path / "out", dry_run=True)  # type: ignore[call-overload]
+@pytest.mark.parametrize(
+    ("function", "option", "remedy"),
+    [
+        (ktconvert.convert, {"dry_run": True}, "call ktconvert.plan"),
+        (ktconvert.convert, {"part": "1/2"}, "pass an Executor to ktconvert.convert"),
+        (ktconvert.plan, {"progress": print}, "give it to ktconvert.convert"),
+    ],
+    ids=["dry-run", "part", "progress"],
+)
+def test_arguments_of_the_command_line_or_of_another_function_have_a_remedy(
+    tmp_path: Path, example: Path, function: Any, option: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(ArgumentError, match=remedy):
+        function("cpu", input=example, output=tmp_path / "out", **option)
+
+
+@pytest.mark.parametrize("name", ["hidden", "num_experts", "layer", "method"])
+def test_attributes_that_the_computation_relies_on_cannot_be_changed(name: str) -> None:
+    bits = np.zeros((2, 128, 128), np.uint16)
+    experts = ktconvert.KTExperts.from_bf16(bits, bits, bits)
+    before = getattr(experts, name)
+    with pytest.raises(AttributeError, match=f"{name} of KTExperts cannot be changed"):
+        setattr(experts, name, 3)
+    assert getattr(experts, name) == before
     assert list(tmp_path.iterdir()) == []
 
 

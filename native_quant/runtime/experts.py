@@ -44,6 +44,7 @@ from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shar
 TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
 BF16_BITS = "the bits of BF16 numbers"
 BF16, INT8 = ACTIVATIONS = "bf16", "int8"
+READ_ONLY = {"method", "layer", "num_experts", "hidden", "intermediate", "parts"}  # attributes of KTExperts
 _warned: set[tuple[str, int, int]] = set()
 
 
@@ -114,6 +115,12 @@ class KTExperts:
         # The memory that a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
         self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, tables
         self._missing: MissingExperts | None = missing
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse changes of what C reads. Raises AttributeError."""
+        if name in READ_ONLY and name in vars(self):
+            raise AttributeError(f"{name} of KTExperts cannot be changed; load the experts again")
+        super().__setattr__(name, value)
 
     @classmethod
     def load(
@@ -431,6 +438,7 @@ class KTExperts:
         self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
     ) -> tuple[Any, U16]:
         """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
+        packed = self._packed  # first: closed experts have no other problem
         require_array("hidden", hidden, (UINT16,), (TOKENS, self.hidden), BF16_BITS)
         tokens = len(hidden)
         require_array("ids", ids, (INT64,), (tokens, TOPK))
@@ -449,7 +457,7 @@ class KTExperts:
             raise ArgumentError(
                 f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}"
             )
-        if self._packed.missing:
+        if packed.missing:
             unused = np.ones(self.num_experts, np.bool_)
             unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
             self._load_missing(unused if skip is None else unused | (skip != 0))

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 StrPath = str | PathLike[str]
-# Python passes an Executor to `convert`, which also divides the work, and `plan` is a dry run.
-COMMAND_LINE_ONLY = {"executor", "executor_timeout", "part", "dry_run"}
+PASS_EXECUTOR = "pass an Executor to ktconvert.convert"
+# Options of the command line that Python lacks -> what to do instead
+COMMAND_LINE_ONLY = {
+    "dry_run": "call ktconvert.plan",
+    **dict.fromkeys(("executor", "executor_timeout", "part"), PASS_EXECUTOR),
+}
 # `verify` returns its report, and prints nothing.
 PRINTING = {"report", "run", *(each.name for each in option_fields(Reporting))}
 # Commands that are no conversions -> what to do in Python
@@ -43,7 +47,7 @@ OTHER_COMMANDS = {
 
 def list_parameters(cls: type[Options]) -> dict[str, inspect.Parameter]:
     """Return the arguments of the functions that are options of a command, by their names."""
-    excluded = COMMAND_LINE_ONLY | PRINTING if cls is VerifyOptions else COMMAND_LINE_ONLY
+    excluded = {*COMMAND_LINE_ONLY, *(PRINTING if cls is VerifyOptions else ())}
     return {
         each.name: inspect.Parameter(
             each.name,
@@ -112,6 +116,10 @@ def _make_options(
     cls: type[ConversionOptions], input: StrPath | None, output: StrPath | None, options: Mapping[str, Any]
 ) -> ConversionOptions:
     """Return the options of a conversion. Raises ArgumentError, and UsageError if they contradict each other."""
+    for name in options.keys() & COMMAND_LINE_ONLY.keys():
+        raise ArgumentError(f"{name} is an option of the command line; {COMMAND_LINE_ONLY[name]}")
+    if "progress" in options:
+        raise ArgumentError("plan has no progress; give it to ktconvert.convert")
     paths = {name: path for name, path in (("input", input), ("output", output)) if path is not None}
     settings = convert_options(cls, {**paths, **options}, list_parameters(cls))
     settings.existing.require_consistent()
