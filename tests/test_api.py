@@ -403,6 +403,7 @@ def test_arguments_of_the_command_line_or_of_another_function_have_a_remedy(
 ) -> None:
     with pytest.raises(ArgumentError, match=remedy):
         function("cpu", input=example, output=tmp_path / "out", **option)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["hidden", "num_experts", "layer", "method"])
@@ -413,7 +414,6 @@ def test_attributes_that_the_computation_relies_on_cannot_be_changed(name: str) 
     with pytest.raises(AttributeError, match=f"{name} of KTExperts cannot be changed"):
         setattr(experts, name, 3)
     assert getattr(experts, name) == before
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: Path) -> None:
