@@ -184,8 +184,8 @@ def test_a_shard_rewritten_in_place_is_read_again(damaged):
 
 
 def test_directories_without_weights_are_rejected(tmp_path):
-    for path, kind in ((tmp_path, UnsupportedError), (tmp_path / "absent", InputError)):
-        with pytest.raises(kind, match=str(path)):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(InputError, match=str(path)):
             KTExperts.load(path, 0)
 
 

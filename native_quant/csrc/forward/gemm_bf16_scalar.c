@@ -31,11 +31,12 @@ void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
     float scale[KT_CHUNK_COLUMNS];
     for (int64_t s = 0; s < job->panels; s++) {
         const kt_bf16_panel *panel = &job->panel[s];
-        const int64_t at_once = kt_chunk_columns(panel);
+        const int64_t at_once = panel->least ? KTQ_K_COLUMNS : kt_chunk_columns(panel);
         for (int64_t i = 0; i < KT_CHUNK_COLUMNS; i++) scale[i] = 1;
-        kt_begin_bf16_sums(job, s, (float *)job->scratch);
+        kt_clear_bf16_sums(job, s);
         for (int64_t first = 0, columns; first < job->k; first += columns) {
             columns = job->k - first < at_once ? job->k - first : at_once;
+            if (panel->least) kt_subtract_least(job, s, first, 0, job->m, scale);
             const uint8_t *chunk = panel->codes + first * KT_PANEL_ROWS * 2;
             if (panel->chunk) {
                 panel->chunk(job->kernels, panel, first, columns, (uint16_t *)job->scratch);

@@ -57,6 +57,15 @@ static void read_scales(const kt_bf16_gemm *job, const kt_bf16_panel *panel, int
     work->scale_step = are_same ? 0 : KT_PANEL_ROWS;
 }
 
+void kt_subtract_least(const kt_bf16_gemm *job, int64_t s, int64_t first, int64_t token, int64_t tokens, float *least) {
+    const kt_bf16_panel *panel = &job->panel[s];
+    const int64_t pitch = job->k / KT_SUM_COLUMNS;
+    panel->least(job->kernels, panel, first, KTQ_K_COLUMNS, least);
+    job->kernels->subtract_least(tokens, KTQ_K_COLUMNS / KT_SUM_COLUMNS, least,
+                                 job->sums + token * pitch + first / KT_SUM_COLUMNS, pitch,
+                                 job->c + s * job->c_pitch + token * KT_PANEL_ROWS);
+}
+
 /* Multiplies columns of panel s with tokens whose activations are in scratch, block by block. Meanwhile prefetches
    `bytes` bytes. */
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch, int64_t s, int64_t first,
@@ -66,6 +75,7 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), block_bytes = bytes / (blocks * terms),
                   step = block_bytes / (columns / 2);
+    if (panel->least) kt_subtract_least(job, s, first, token, tokens, scratch->scale);
     for (int64_t j = 0, count; j < columns; j += count) {
         count = minimum(columns - j, at_once);
         const uint8_t *chunk = get_codes(panel, first + j);
@@ -127,8 +137,9 @@ static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, sp
 static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
     int64_t group = (int64_t)sizeof scratch->a / steps->row_bytes;
     int64_t groups = (job->m + group - 1) / group;
+    const int64_t most = job->panel->least ? KTQ_K_COLUMNS : KT_CHUNK_COLUMNS;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
-        columns = minimum(job->k - first, KT_CHUNK_COLUMNS);
+        columns = minimum(job->k - first, most);
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
             copy(job, steps, first, columns, from, to - from, scratch->a);
@@ -143,20 +154,12 @@ static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, s
     }
 }
 
-void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least) {
-    const kt_bf16_panel *panel = &job->panel[s];
-    float *c = job->c + s * job->c_pitch;
-    memset(c, 0, (size_t)(job->m * KT_PANEL_ROWS) * sizeof *c);
-    for (int64_t first = 0, columns; panel->least && first < job->k; first += columns) {
-        columns = job->k - first < KT_CHUNK_COLUMNS ? job->k - first : KT_CHUNK_COLUMNS;
-        panel->least(job->kernels, panel, first, columns, least);
-        job->kernels->subtract_least(job->m, columns / KT_SUM_COLUMNS, least, job->sums + first / KT_SUM_COLUMNS,
-                                     job->k / KT_SUM_COLUMNS, c);
-    }
+void kt_clear_bf16_sums(const kt_bf16_gemm *job, int64_t s) {
+    memset(job->c + s * job->c_pitch, 0, (size_t)(job->m * KT_PANEL_ROWS) * sizeof *job->c);
 }
 
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps) {
     space *scratch = (space *)job->scratch;
-    for (int64_t s = 0; s < job->panels; s++) kt_begin_bf16_sums(job, s, scratch->scale);
+    for (int64_t s = 0; s < job->panels; s++) kt_clear_bf16_sums(job, s);
     (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, scratch);
 }

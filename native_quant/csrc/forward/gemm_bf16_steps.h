@@ -47,9 +47,11 @@ typedef struct {
     kt_bf16_block_fn *few[KT_CODINGS][KT_FEW_TOKENS];
 } kt_bf16_steps;
 
-/* Initializes the sums of panel s: 0 minus the products with its least values. least: scratch, KT_CHUNK_COLUMNS floats
-   on a boundary of 64 bytes. */
-void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
+void kt_clear_bf16_sums(const kt_bf16_gemm *job, int64_t s);
+
+/* Subtracts the least values of KTQ_K_COLUMNS columns of panel s, from `first` on, times the sums of the activations of
+   some tokens. The products of these columns are added after that. least: scratch, as many floats. */
+void kt_subtract_least(const kt_bf16_gemm *job, int64_t s, int64_t first, int64_t token, int64_t tokens, float *least);
 
 /* Columns of a chunk, such that the chunks of all terms fit into the space of one. */
 static inline int64_t kt_chunk_columns(const kt_bf16_panel *panel) {

@@ -14,6 +14,7 @@ enum {
     KT_INT16_BITS = 14, /* bits of the largest code: sums with KT_SUM_COLUMNS weights up to 4096 fit into int32 */
     KT_LEAST_EXPONENT = KT_INT16_BITS, /* least biased exponent for which unit and reciprocal are normal numbers */
     KT_CHUNK_SUMS = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS,
+    KT_K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS,
 };
 
 /* A token's activations for the columns of a chunk: integers with a unit for each KT_SUM_COLUMNS columns. */
@@ -27,11 +28,12 @@ typedef struct {
             columns 2 6 3 7 and their l; h is -128..127, l -63..64. Activations of 8 bits: without l
      start  -offset * (sum of the activations), where the sum of products begins; with factors: of the first and of the
             last 16 columns
-     unit   their unit */
+     unit   their unit
+     sum    the sum of the activations before they became integers, if the weights have least values */
 typedef struct {
     uint8_t a[2 * KT_SUM_COLUMNS];
     int32_t start[2];
-    float unit;
+    float unit, sum;
 } kt_int16_columns;
 
 /* Converts a token's activations for the weights of a panel. columns: a multiple of KT_SUM_COLUMNS. */
@@ -39,9 +41,9 @@ typedef void kt_int16_convert_fn(const kt_bf16_panel *panel, const uint16_t *a, 
                                  kt_int16_columns *out);
 
 /* Adds to c[token * 32 + row] the scaled products of some columns of a panel with the activations of some tokens, which
-   are `pitch` structs apart. scale: [columns / KT_SUM_COLUMNS][32]. */
+   are `pitch` structs apart. scale: [columns / KT_SUM_COLUMNS][32]; Q4_K and Q5_K: not read, `scales` is. */
 typedef struct {
-    int64_t tokens, first, columns;
+    int64_t tokens, first, columns; /* Q4_K and Q5_K: first and columns are multiples of KTQ_K_COLUMNS */
     const uint8_t *codes, *scales; /* codes: of column `first`; scales: of the panel */
     const uint8_t *values;         /* as in kt_integers */
     const float *scale;
@@ -67,6 +69,11 @@ void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few);
 static inline const int8_t *kt_factors_at(const uint8_t *scales, int64_t column) {
     scales += column / KTQ_K_COLUMNS * KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS + 2 * KT_PANEL_ROWS;
     return (const int8_t *)scales + column % KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS;
+}
+
+/* The scales of Q4_K and Q5_K of the KTQ_K_COLUMNS columns from a multiple of as many on. */
+static inline const uint8_t *kt_k_scales_at(const uint8_t *scales, int64_t column) {
+    return scales + column / KTQ_K_COLUMNS * (KTQ_K_SCALE_BYTES * KT_PANEL_ROWS);
 }
 
 /* Whether a job rounds activations to 8 bits. Its panels have the same codes. */

@@ -4,7 +4,7 @@
 #include "gemm_int16.h"
 
 enum {
-    SCALES = KT_CHUNK_SUMS * KT_PANEL_ROWS, /* least values are read for KT_CHUNK_COLUMNS columns */
+    SCALES = KT_CHUNK_SUMS * KT_PANEL_ROWS,
     FEW_TOKENS = 64,                        /* tokens whose activations fit into the scratch memory */
     CAPACITY = (KT_GEMM_SCRATCH - SCALES * (int)sizeof(float)) / (int)sizeof(kt_int16_columns),
 };
@@ -52,8 +52,10 @@ static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, spac
     const kt_bf16_panel *panel = &job->panel[s];
     const int64_t most = few->tokens[panel->integers->has_factors], blocks = (job->m + most - 1) / most;
     const kt_int16_columns *a = work.a;
-    fetch_scales(job, s + 2, first, work.columns);
-    panel->scale(job->kernels, panel, first, work.columns, scratch->scale);
+    if (!panel->least) { /* else blocks read scales */
+        fetch_scales(job, s + 2, first, work.columns);
+        panel->scale(job->kernels, panel, first, work.columns, scratch->scale);
+    }
     work.codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
     work.first = first;
     work.scales = panel->scales;
@@ -68,16 +70,25 @@ static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, spac
     }
 }
 
+/* Converts the activations of some columns of all tokens. */
+static void convert(const kt_bf16_gemm *job, const kt_int16_few *few, int64_t first, int64_t columns,
+                    kt_int16_columns *out) {
+    for (int64_t t = 0; t < job->m; t++, out += columns / KT_SUM_COLUMNS) {
+        few->convert(job->panel, job->a + t * job->a_pitch + first, columns, out);
+        for (int64_t i = 0; job->panel->least && i < columns / KT_SUM_COLUMNS; i++)
+            out[i].sum = job->sums[(t * job->k + first) / KT_SUM_COLUMNS + i];
+    }
+}
+
 static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t first,
                              int64_t columns) {
     kt_int16_block work = {.pitch = columns / KT_SUM_COLUMNS};
     const int64_t unit = find_unit_columns(job->panel, few);
-    for (int64_t s = 0; s < 2; s++) fetch_scales(job, s, first, columns);
-    for (int64_t t = 0; t < job->m; t++)
-        few->convert(job->panel, job->a + t * job->a_pitch + first, columns, scratch->a + t * work.pitch);
+    for (int64_t s = 0; !job->panel->least && s < 2; s++) fetch_scales(job, s, first, columns);
+    convert(job, few, first, columns, scratch->a);
     for (int64_t pair = 0; pair < job->panels; pair += 2) {
         const int64_t end = minimum(pair + 2, job->panels);
-        for (int64_t s = pair; !first && s < end; s++) kt_begin_bf16_sums(job, s, scratch->scale);
+        for (int64_t s = pair; !first && s < end; s++) kt_clear_bf16_sums(job, s);
         for (int64_t j = 0; j < columns; j += unit)
             for (int64_t s = pair; s < end; s++) {
                 work.columns = minimum(columns - j, unit);

@@ -25,13 +25,14 @@ static int32_t sum_of_products(const int32_t *a, const int16_t *chunk, int64_t r
 }
 
 void kt_gemm_int16_scalar(const kt_bf16_gemm *job) {
-    float scale[KT_SUM_COLUMNS];
+    float scale[KTQ_K_COLUMNS];
     int32_t a[KT_SUM_COLUMNS];
     for (int64_t s = 0; s < job->panels; s++) {
         float *c = job->c + s * job->c_pitch;
-        kt_begin_bf16_sums(job, s, (float *)job->scratch);
+        kt_clear_bf16_sums(job, s);
         for (int64_t first = 0; first < job->k; first += KT_SUM_COLUMNS) {
             const kt_bf16_panel *panel = &job->panel[s];
+            if (panel->least && first % KTQ_K_COLUMNS == 0) kt_subtract_least(job, s, first, 0, job->m, scale);
             panel->integers->chunk(job->kernels, panel, first, KT_SUM_COLUMNS, (uint16_t *)job->scratch);
             panel->scale(job->kernels, panel, first, KT_SUM_COLUMNS, scale);
             for (int64_t t = 0; t < job->m; t++) {
