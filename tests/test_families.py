@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.archs import ARCHS
@@ -20,6 +21,7 @@ from rig import conversion, decided
 from rig.families import VOCABULARY
 from rig.family_models import auto_class, compute_chosen_experts, config_of, save_model, zero_experts
 from rig.family_rows import PLAIN, ROWS, Row
+from rig.safetensors import write_file
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,6 +233,7 @@ def check_text(model_type: str, row: Row, folder: Path) -> None:
 def test_commands_that_write_text_refuse_encoders(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config_of("switch_transformers", ROWS["switch_transformers"]).save_pretrained(tmp_path)
+    write_file(tmp_path / "model.safetensors", {"shared.weight": ("BF16", np.zeros((4, 4), np.uint16))})
     ran = conversion.run_in_process("run", tmp_path, "--prompt", "a")
     assert "has an encoder, and this command takes only decoders" in str(ran.exception)
 

@@ -4,6 +4,6 @@
 #define TARGET KT_TARGET_AVX512BF16
 #undef KERNEL_OF
 #define KERNEL_OF(family) kt_##family##_avx512bf16
-#include "fp8_to_bf16_vbmi.h"
+#include "fp8_to_bf16_avx512bf16.h"
 
 #include "chunk_fp8_template.h"

@@ -6,7 +6,7 @@
 
 #undef TARGET
 #define TARGET KT_TARGET_AVX512BF16
-#include "fp8_to_bf16_vbmi.h"
+#include "fp8_to_bf16_avx512bf16.h"
 typedef uint16_t item;
 
 #include "gemm_avx512.h"

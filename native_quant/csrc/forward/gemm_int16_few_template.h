@@ -107,7 +107,7 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
 }
 
 /* Whether codes and their scales are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own
-   prefetching is faster (a layer with one token takes 0.8 to 0.95 of the time), but with wider codes it takes 1.3 to 1.7
+   prefetching is faster (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 1.7
    times as long. */
 INLINE int fetches(int planes, int bits, int tokens) {
     return bits > 4 || planes * tokens >= FEW_FETCHED;

@@ -1,7 +1,7 @@
 /* FP8 E4M3 to BF16 with AVX-512 VBMI: tables have the lower and the upper byte of each magnitude, also of subnormals, 0
  * and NaN. Include vectors_avx512.h before this, and define TARGET with VBMI. */
-#ifndef KT_FP8_TO_BF16_VBMI_H
-#define KT_FP8_TO_BF16_VBMI_H
+#ifndef KT_FP8_TO_BF16_AVX512BF16_H
+#define KT_FP8_TO_BF16_AVX512BF16_H
 
 #include "bf16.h"
 
