@@ -95,7 +95,7 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
     first = 0
     stacks: dict[str, _Stack] = {}
     for row, stack_scan in zip(arch.stacks, scans, strict=True):
-        limit = cfg.find_number(source.config, row.layers)
+        limit = cfg.find_valid_number(source.config, row.layers)
         if limit is None and arch.more:
             raise InputError(f"config.json has no number of layers ({row.layers[0]}); use the config.json of the model")
         if experts in (ALL, row.stack):

@@ -67,7 +67,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     """
     style = stored.style
     experts, hidden, width = (
-        cfg.find_number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width)
+        cfg.find_valid_number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width)
     )
     if isinstance(style, Stacked) and style.flat:
         stored = _divide_stacks(stored, experts)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.tensors import TensorInfo
 
 # Keys of config.json for the number of experts per token.
@@ -59,6 +60,20 @@ def find_number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -
         value = value[layer] if layer < len(value) else None
         key = f"{key}[{layer}]"
     return (key, value) if type(value) is int else None
+
+
+def find_valid_number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tuple[str, int] | None:
+    """Return the result of find_number. Raises InputError for a value that is no number."""
+    number, entry = find_number(config, keys, layer), find_value(config, keys)
+    if number is None and entry is not None and (not isinstance(entry[1], list) or not _has_whole_numbers(entry[1])):
+        problem = f"config.json says {entry[0]} = {json.dumps(entry[1])}, which is not a whole number"
+        raise InputError(problem, "correct it, or download config.json again")
+    return number
+
+
+def _has_whole_numbers(values: list[Any]) -> bool:
+    """Return whether a list has nothing but whole numbers, and None for layers without one."""
+    return all(value is None or type(value) is int for value in values)
 
 
 def find_experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
