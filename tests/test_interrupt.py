@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,28 @@ def test_second_signal_stops_at_once(five_layers, tmp_path, number, code):
     assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
+
+
+@pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_signal_before_the_first_layer_stops_at_once(example, tmp_path, number, code):
+    """The hub of the default data set accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        env |= {"KTCONVERT_GPU_VERBOSE": "0", "TMPDIR": str(tmp_path)}
+        command = [*conversion.KTCONVERT, "gpu", str(example), str(tmp_path / "made" / "out")]
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            lines = []
+            while not lines or "searching the local cache and the hub" not in lines[-1]:
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == code, stderr
+    assert "finishing the layers" not in stderr and "Traceback" not in stderr
+    assert not (tmp_path / "made").exists()
 
 
 # The first signal comes before the first layer, the second one when Python exits.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ktconvert.pipeline.engine.units import Context, Portion, Result, Unit, Writ
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
+from ktconvert.pipeline.report.progress import Reporter
 
 SAMPLES = "samples"
 LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
@@ -49,6 +50,7 @@ class Chain:
     alternative           advice in messages about a model that cannot be calibrated
     memory_remedies       advice in messages about too little memory
     passes_hidden_states  whether layers write hidden states for the next layer
+    loaded                result of load_samples, once it was called
     """
 
     name: str
@@ -60,6 +62,7 @@ class Chain:
     alternative: str
     memory_remedies: str
     passes_hidden_states: bool = True
+    loaded: list[Ids] = field(default_factory=list)
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -85,6 +88,20 @@ class Chain:
         samples = self.options.samples
         tokens = samples.num_calibration_samples * samples.max_sequence_length
         return 2 * tokens * find_model_width(self.model) if self.passes_hidden_states else 0
+
+    def load_samples(self, reporter: Reporter) -> list[Ids]:
+        """Read the samples of the data set, once. Raises InputError."""
+        samples = self.options.samples
+        if not self.loaded:
+            try:
+                self.loaded.extend(read_samples_by_length(samples, self.layered_model.tokenizer(), reporter.announce))
+            except InputError as error:  # without a remedy if the data set itself has to be repaired
+                raise error.with_remedy(error.remedy and f"{error.remedy}, or {self.alternative}") from error
+            if (count := len(self.loaded)) < samples.num_calibration_samples:
+                reporter.note(
+                    f"{samples.dataset}: {count} samples, fewer than the requested {samples.num_calibration_samples}"
+                )
+        return self.loaded
 
     def make_samples_unit(self) -> Unit[Chain]:
         """Return the first unit, which has all settings that can change a byte; all other units depend on it."""
@@ -235,17 +252,11 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     """Write the tokens of all samples, and their embeddings for the first layer."""
     paths = context.chain_paths
     layered_model = chain.layered_model
-    options = chain.options.samples
     old_file = paths.finished.get(SAMPLES)
     if old_file is not None and old_file.exists():
         samples = read_samples(old_file)
     else:
-        try:
-            samples = read_samples_by_length(options, layered_model.tokenizer(), context.reporter.note)
-        except InputError as error:  # without a remedy if the data set itself has to be repaired
-            raise error.with_remedy(error.remedy and f"{error.remedy}, or {chain.alternative}") from error
-        if len(samples) < (count := options.num_calibration_samples):
-            context.reporter.note(f"{options.dataset}: {len(samples)} samples, fewer than the requested {count}")
+        samples = chain.load_samples(context.reporter)
     ids = np.concatenate(samples)
     lengths = np.array([len(sample) for sample in samples], np.int64)
     written = write_arrays(partial, {"input_ids": ids, "lengths": lengths}, {})
@@ -253,8 +264,9 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     vocabulary = layered_model.hf_model.get_input_embeddings().weight.shape[0]
     if largest_id >= vocabulary:
         raise InputError(
-            f"{layered_model.source.root}: its tokenizer produces token {largest_id} for {options.dataset}, but the "
-            f"model has {vocabulary} tokens; put the model's tokenizer files beside config.json."
+            f"{layered_model.source.root}: its tokenizer produces token {largest_id} for "
+            f"{chain.options.samples.dataset}, but the model has {vocabulary} tokens; put the model's tokenizer files "
+            "beside config.json."
         )
     if paths.handover is not None:
         with RowFile(paths.handover, len(ids), layered_model.hidden, new=True) as hidden_states:

@@ -349,7 +349,15 @@ def make_stage(
     units += make_closing_units(unit_chain, units[-1], document, in_output=True)
     run = functools.partial(chain.run_unit, _run_layer)
     run_portion = functools.partial(chain.run_portion, _run_portion)
-    return Stage(NAME, "gather statistics of experts' inputs", tuple(units), run, chain=True, run_portion=run_portion)
+    return Stage(
+        NAME,
+        "gather statistics of experts' inputs",
+        tuple(units),
+        run,
+        chain=True,
+        run_portion=run_portion,
+        prepare=unit_chain.load_samples,
+    )
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:

@@ -75,6 +75,8 @@ def execute_plans(
         if done:
             remove_work_directory(plan.locate())
             existing.report_nothing_to_do(plan.options.output, reporter)
+    for plan in unfinished:
+        _prepare_stages(plan, reporter, overwrite)
     with contextlib.ExitStack() as resources:
         workdirs: list[tuple[Plan, WorkDir]] = []
         locked = [(plan, resources.enter_context(WorkDir(plan.locate()))) for plan in unfinished]
@@ -113,6 +115,17 @@ def execute_plans(
             ]
         run_units(outputs, reporter, stop)
     return True
+
+
+def _prepare_stages(plan: Plan, reporter: Reporter, overwrite: bool) -> None:
+    """Prepare the stages whose first unit is missing."""
+    for stage in plan.stages:
+        if stage.prepare is None:
+            continue
+        paths = plan.locate()
+        states = existing.predict_states(plan, paths, overwrite) if paths.root.is_dir() else []
+        if not any(state.done and state.unit == stage.units[0] for state in states):
+            stage.prepare(reporter)
 
 
 def _schedule_threads(

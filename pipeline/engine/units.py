@@ -239,6 +239,7 @@ class Stage(Generic[Work]):
     chain        whether each unit needs files of the one before it
     replaces     whether a finished unit replaces those before it, whose files may be removed
     run_portion  makes a portion of a unit, for a chain whose units can be divided
+    prepare      reads the data of the first unit before a work directory exists, so that a signal stops at once
     """
 
     name: str
@@ -248,6 +249,7 @@ class Stage(Generic[Work]):
     chain: bool = False
     replaces: bool = False
     run_portion: Callable[[Unit[Work], Portion, Path], Result] | None = field(default=None, repr=False)
+    prepare: Callable[[Reporter], object] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def read_data(options: TrainOptions, choice: loading.ModelChoice, reporter: Repo
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
     datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-    return [read_sequences(options, tokenizer, dataset, reporter.note) for dataset in datasets]
+    return [read_sequences(options, tokenizer, dataset, reporter.announce) for dataset in datasets]
 
 
 def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory: Mapping[str, int]) -> Plan:

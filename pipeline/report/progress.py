@@ -107,6 +107,11 @@ class Reporter:
         self.event("note", text=text)
         self.say(f"note: {text}", 1)
 
+    def announce(self, text: str) -> None:
+        """Print a note that is always shown, such as what the run waits for. It is not counted."""
+        self.event("note", text=text)
+        self.say(f"note: {text}")
+
     def count_hidden_notes(self) -> None:
         """Print the number of notes that were not printed since the last call."""
         if self._hidden_notes and self.verbosity == 0:

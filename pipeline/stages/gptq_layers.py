@@ -159,7 +159,15 @@ def make_stage(
     run = functools.partial(chain.run_unit, _run_layer)
     run_portion = functools.partial(chain.run_portion, _run_portion)
     title = f"calibrate, and quantize experts to {fmt.name}"
-    return Stage(NAME, title, tuple(units), run, chain=True, run_portion=run_portion)
+    return Stage(
+        NAME,
+        title,
+        tuple(units),
+        run,
+        chain=True,
+        run_portion=run_portion,
+        prepare=unit_chain.load_samples,
+    )
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
