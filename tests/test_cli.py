@@ -1,6 +1,7 @@
 """The command line with the spellings of kt-kernel's scripts: its output, and where each part of it is printed."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
 from ktconvert.pipeline.plans.commands import make_options, make_plan
-from rig import stored
+from rig import conversion, stored
 from rig.conversion import SENTENCE_ENDS
 from rig.safetensors import edit_file, read_folder
 
@@ -63,9 +64,10 @@ def test_refused_options_give_an_error_without_notes(tmp_path: Path, options: An
     assert result.returncode in (2, 7) and len(result.stderr.splitlines()) == 1, result.stderr
 
 
-@pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
-def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
+@pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8", "w4a16"])
+def test_methods_that_are_not_for_the_cpu_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
+    assert method != "w4a16" or "`ktconvert gpu --quant-type`" in result.stderr
     assert "int4 (AMXINT4) and int8 (AMXINT8)" in result.stderr
 
 
@@ -248,6 +250,7 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b") == read_tree(tmp_path / "c")
     cli("resplit", tmp_path / "a", "-o", tmp_path / "d", "--numa", 2, "-q")
     assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
+    assert "MODEL is given twice" in cli("cpu", example, "-i", example, tmp_path / "e", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -261,6 +264,8 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
         ("resplit OLD NEW", "--numa N"),
         ("models --check", "the value of --check"),
         ("cpu MODEL OUT --quant-method", "the value of --quant-method"),
+        ("cpu MODEL -o --threads 2", "the value of -o"),
+        ("cpu --input --quant_method=int8 OUT", "the value of -i"),
         ("run MODEL", "--prompt TEXT or --chat"),
     ],
 )
@@ -279,6 +284,29 @@ def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example:
 @pytest.mark.parametrize("line", ["verfy", "convert a b", "cpu --quant-metod int8"])
 def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
     assert re.search(r"Did you mean.*'(verify|cpu|--quant-method)'", cli(*line.split(), code=2).stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
+        ("eval MODEL --dataset x", "Did you mean '?--text"),
+        ("eval MODEL --max-tokens 5", "Did you mean '?--max-windows"),
+    ],
+)
+def test_arguments_of_other_commands_give_a_hint(line: str, hint: str, cli: Any) -> None:
+    assert re.search(hint, cli(*line.split(), code=2).stderr)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_errors_name_a_full_standard_output(unbuffered: str, example: Path) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [*conversion.KTCONVERT, "inspect", str(example)], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 4
+    assert re.fullmatch(r"ktconvert: standard output: No space left on device; .*\n", result.stderr)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

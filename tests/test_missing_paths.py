@@ -6,7 +6,7 @@ import click
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.options.types import FilePath, OutputPath, PathOrHubId
 from rig import gguf
@@ -89,6 +89,26 @@ def test_a_missing_path_has_one_exit_code(name, path, places, tmp_path):
     error = run_in_process(name, *words).exception
     assert type(error) is InputError, error
     assert missing in str(error) and ("does not exist" in str(error) or "no such" in str(error))
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory, write_qwen, random_experts):
+    """Return an output whose conversion stopped after layer 0, since layer 1 has a NaN."""
+    layers = {n: random_experts(2, 128, 128, n) for n in (0, 1)}
+    layers[1]["down"][1, 5, 6] = 0x7FC0
+    root = tmp_path_factory.mktemp("unfinished")
+    source, output = write_qwen(root / "model", layers), root / "out"
+    result = run_in_process("cpu", source, output, "--numa", 1, "--threads", 1)
+    assert isinstance(result.exception, InputError) and output.with_name("out.work").is_dir()
+    return output
+
+
+@pytest.mark.parametrize("name", ["run", "serve", "eval", "bench"])
+def test_an_unfinished_output_has_to_be_resumed(name, places, unfinished):
+    words = ARGUMENTS[name].format(**places | {"converted": unfinished}).split()
+    error = run_in_process(name, *words).exception
+    assert type(error) is VerificationError, error
+    assert str(error) == f"{unfinished}: is not finished; run `ktconvert resume {unfinished}`."
 
 
 def test_every_command_with_a_path_has_a_case():

@@ -306,6 +306,10 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
     gguf.write(tmp_path / "dense.gguf", {"blk.0.ffn_gate.weight": ("F32", np.ones((8, 64), np.float32))}, {}, "llama")
     bare = Path(shutil.copytree(source, tmp_path / "bare"))
     (bare / "config.json").unlink()
+    whole = source.with_name("whole")
+    wrong = Path(shutil.copytree(source, tmp_path / "wrong"))
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**config, "hidden_size": "256x"}))
     counts = "has no counts of routed tokens (counts.safetensors or expert_counts.json); run `ktconvert calibrate"
     for words, code, message in (
         (("experts", source, "-o", "mask.safetensors", "--num-gpu-experts", 1), 5, f"{source}: {counts}"),
@@ -317,6 +321,8 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
         ),
         (("cpu", bare, tmp_path / "out"), 5, f"{bare}: has no config.json, which names the activation"),
         (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
+        (("cpu", wrong, tmp_path / "out"), 5, f'{wrong}: config.json says hidden_size = "256x", which is not a whole'),
+        (("merge", whole, tmp_path / "out"), 5, f"{whole}: its experts are in safetensors files already"),
     ):
         conversion.check_refusal(conversion.ktconvert(*words), code, message)
 

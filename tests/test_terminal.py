@@ -100,6 +100,13 @@ def test_the_most_important_note_is_printed_with_the_number_of_the_others(
     assert [f"note: {event['text']}" for event in events if event["event"] == "note"] == every
 
 
+def test_a_note_on_an_option_without_effect_is_always_printed(cli: Any, example: Path, tmp_path: Path) -> None:
+    words = ("cpu", example, tmp_path / "out", "--dataset", "foo", "--num-calibration-samples", 3, "--dry-run")
+    lines = cli(*words, env={"KTCONVERT_CPU_VERBOSE": "0"}).stderr.splitlines()
+    assert [line.split()[1] for line in lines if "has no effect" in line] == ["--dataset", "--num-calibration-samples"]
+    assert "has no effect" not in cli(*words, "-q", env={"KTCONVERT_CPU_VERBOSE": "0"}).stderr
+
+
 def test_notes_before_and_during_the_work_are_counted_once_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter()
     for text in ("first", "second"):

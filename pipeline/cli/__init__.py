@@ -86,6 +86,10 @@ OTHER_WORDS = {
     "download": "'fetch'",
 }
 
+# Options of other commands that people try -> what they mean
+OTHER_OPTIONS = {("eval", "--dataset"): ["--text"], ("eval", "--max-tokens"): ["--max-windows"]}
+EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
+
 # Messages of Python and the dynamic linker when this process reaches a limit
 LIMIT_MESSAGES = ("can't start new thread", "failed to map segment", "annot allocate memory")
 
@@ -251,6 +255,8 @@ def main() -> None:
             from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
 
             place = error.filename or "the system"
+            if place == terminal.STDOUT:
+                _discard(sys.stdout)
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
@@ -285,12 +291,17 @@ def _reset_signals() -> None:
 def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
     if isinstance(error, click.NoSuchOption):
-        near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+        command = "" if error.ctx is None else error.ctx.info_name or ""
+        near = OTHER_OPTIONS.get((command, error.option_name)) or difflib.get_close_matches(
+            error.option_name, error.possibilities or (), 1, CLOSE
+        )
         error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
         return message
+    if message.startswith(EXTRA_ARGUMENT) and any(param.name == "cpu_weights" for param in context.command.params):
+        return f"{message.rstrip('.')}; give converted experts as --cpu-weights OUT."
     return f"{message.rstrip('.')}; see `{context.command_path} --help`."
 
 

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from ktconvert.layouts.errors import UsageError, absent_path
 from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
+from ktconvert.pipeline.engine.paths import require_no_plan
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import FilePath, Integer, NamedPath, OutputPath
 
@@ -58,10 +59,13 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            _, _, order = self.make_parser(ctx).parse_args([*args])
+            values, _, order = self.make_parser(ctx).parse_args([*args])
             for parameter, count in Counter(order).items():
-                if count > 1 and not ctx.resilient_parsing and ONCE & {*parameter.opts}:
-                    raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
+                if not ctx.resilient_parsing and ONCE & {*parameter.opts}:
+                    if count > 1:
+                        raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
+                    if self._is_option(str(values[parameter.name]), ctx):
+                        _refuse_missing(f"the value of {parameter.opts[0]}")
             return super().parse_args(ctx, args)
         except click.MissingParameter as error:
             assert error.param is not None
@@ -72,6 +76,11 @@ class Command(click.Command):
             if isinstance(option, click.Option) and option.is_flag:
                 raise click.BadOptionUsage(error.option_name, error.message, ctx) from None
             _refuse_missing(f"the value of {error.option_name}")
+
+    def _is_option(self, word: str, ctx: click.Context) -> bool:
+        """Return whether a word is a long option of this command, with or without its value."""
+        name = (ctx.token_normalize_func or str)(word.partition("=")[0])
+        return name.startswith("--") and any(name in parameter.opts for parameter in self.params)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         parameters = {parameter.name: parameter for parameter in self.params}
@@ -213,12 +222,13 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     values = {option_field.name: params[option_field.name] for option_field, _ in options}
     either = [(f, option.argument) for f, option in options if option.argument and option.flags]
     words = [word for _, argument in either if (word := params[argument]) is not None]
+    by_flag = [argument for option_field, argument in either if values[option_field.name] is not None]
     for option_field, argument in either:  # positional arguments stand for the options that are not given
         if values[option_field.name] is None:
             word = words.pop(0) if words else _refuse_missing(argument.upper())
             values[option_field.name] = option_field.click_type.convert(word, None, None)
     if words:
-        raise UsageError(f"{argument.upper()} is given twice; give it once.")
+        raise UsageError(f"{by_flag[-1].upper()} is given twice; give it once.")
     return build(cls, values)
 
 
@@ -239,7 +249,10 @@ def _refuse_missing(what: str) -> NoReturn:
 
 
 def _require_existing_paths(options: Options) -> None:
-    """Raise InputError for a path to read that does not exist. Code that resolves hub ids raises it for these."""
+    """Raise InputError for a path to read that does not exist. Code that resolves hub ids raises it for these.
+
+    Raises VerificationError for an output that is not finished.
+    """
     for option_field in option_fields(type(options)):
         click_type, value = option_field.click_type, option_field.get(options)
         if value is None or not isinstance(click_type, FilePath) or isinstance(click_type, OutputPath):
@@ -249,6 +262,7 @@ def _require_existing_paths(options: Options) -> None:
             try:
                 path.expanduser().stat()
             except (FileNotFoundError, NotADirectoryError):
+                require_no_plan(path)
                 raise absent_path(path) from None
             except OSError:  # the command explains why it cannot be read
                 continue

@@ -186,6 +186,7 @@ def convert(options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     options.existing.require_consistent()
     outputs = commands.split_outputs(options)
+    unused = [note for output in outputs for note in _list_unused(output)]
     option_notes = [note for output in outputs for note in _make_option_notes(output)]
     preconditions.check_kernels()
     threads = preconditions.limit_threads("--threads", options.execution.threads, option_notes.append)
@@ -198,6 +199,8 @@ def convert(options: ConversionOptions) -> None:
     overwrite = options.existing.overwrite
     for plan in plans:
         require_writable_output(plan, overwrite)
+    for note in dict.fromkeys(unused):
+        reporter.announce(note)
     for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
     if options.dry_run:
@@ -282,12 +285,17 @@ def _make_plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
 
 
 def _make_option_notes(options: ConversionOptions) -> Iterator[str]:
-    """Yield a sentence for each option on the command line that has no effect."""
-    unused = options.find_unused()
+    """Yield a sentence for each option on the command line that is accepted only for kt-kernel."""
     for option_field in find_given_options(type(options)):
         if isinstance(option_field.declaration, Option) and option_field.declaration.ignored:
             yield f"{option_field.flag} {IGNORED}: {option_field.declaration.ignored}"
-        elif option_field.name in unused:
+
+
+def _list_unused(options: ConversionOptions) -> Iterator[str]:
+    """Yield a sentence for each option on the command line that has no effect with the others."""
+    unused = options.find_unused()
+    for option_field in find_given_options(type(options)):
+        if option_field.name in unused:
             yield f"{option_field.flag} {unused[option_field.name]}"
 
 

@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import OutputError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.native_quant import machine
@@ -79,6 +79,13 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
         return inside
     return outside
+
+
+def require_no_plan(path: Path) -> None:
+    """Raise VerificationError for an output that is not finished: a folder to read must be complete."""
+    paths = locate(path)
+    if paths.plan.exists() and (paths.inside or not path.exists()):
+        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
 
 
 def find_output(root: Path) -> Path | None:

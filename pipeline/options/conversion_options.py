@@ -48,9 +48,11 @@ CONVERT_CHANGED = "On resume, convert units again whose input files changed."
 AUTO = "auto"  # value of --method-map
 NUMA_ALIASES = ("--threadpool-count",)
 NUMA_SLICES = "Number of NUMA slices, one for each node."
-# Methods of kt-kernel's script that are always refused, and those that require --layout -> the reason
+GPU_METHOD = "it is for the GPU, so that `ktconvert gpu --quant-type` writes it"
+# Methods of kt-kernel's script, and of `gpu`, that are always refused, and those that require --layout -> the reason
 REFUSED_METHODS = {
-    "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input"
+    "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input",
+    **dict.fromkeys(("w4a16", "w8a16"), GPU_METHOD),
 }
 PLAIN_METHODS = {"moe_int4": AOCL, "moe_int8": AOCL}
 UNSUPPORTED_METHODS = REFUSED_METHODS | PLAIN_METHODS

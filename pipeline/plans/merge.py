@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, lo
 from ktconvert.layouts.outputs.format import collapse_equal
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.numa import NumaNames
-from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.sources.companions import companion_files
@@ -54,6 +54,8 @@ def plan_merge(options: MergeOptions) -> Plan:
     if root.is_dir():
         loose.require_plain_numbers(root)
     folders = loose.find_layers(root) if root.is_dir() else {}
+    if not folders and root.is_dir() and is_output(root):
+        raise InputError(f"{root}: its experts are in safetensors files already; use it as it is.")
     if not folders:
         raise InputError(f"{root}: has no _layer_N folders; give an output of --no-merge-safetensor.")
     layers = checkpoint.parse_layers(options.layers, tuple(folders))

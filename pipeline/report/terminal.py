@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 # All characters that a terminal acts on: C0 (except tab and newline), DEL, C1, line separators, and those that change
@@ -12,6 +14,9 @@ from typing import Any, TextIO
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 # tqdm, in the downloads of huggingface_hub, rewrites its line and moves up to earlier lines.
 REWRITE_LINE = re.compile("\r|(?:\x1b\\[A)+$")
+
+STDOUT = "standard output"
+NAMES = {"<stdout>": STDOUT, "<stderr>": "standard error"}  # name of a stream -> its name in messages
 
 
 def escape(text: str) -> str:
@@ -32,8 +37,21 @@ class EscapingStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         rewrite = REWRITE_LINE.match(text) if self.isatty() else None
         start = rewrite.end() if rewrite is not None else 0
-        super().write(text[:start] + escape(text[start:]))
+        with self._name_in_errors():
+            super().write(text[:start] + escape(text[start:]))
         return len(text)
+
+    def flush(self) -> None:
+        with self._name_in_errors():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _name_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = NAMES.get(self.name)
+            raise
 
 
 def install() -> None:

@@ -20,7 +20,7 @@ from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.paths import find_output, locate
+from ktconvert.pipeline.engine.paths import find_output, locate, require_no_plan
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
@@ -106,9 +106,7 @@ def _open_source(options: VerifyOptions, stream: Path | None) -> TensorSource:
 
 def require_finished(path: Path) -> None:
     """Raise VerificationError for a conversion that is not finished, InputError if the path does not exist."""
-    paths = locate(path)
-    if paths.plan.exists() and (paths.inside or not path.exists()):
-        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
+    require_no_plan(path)
     if (output := find_output(path)) is not None:
         problem = "is the work directory of an unfinished conversion"
         raise VerificationError(f"{path}: {problem}; run `ktconvert resume {output}`.")
