@@ -567,14 +567,15 @@ def test_no_page_names_a_path_of_the_writers_machine(page: Path) -> None:
 
 
 def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, example: Path) -> None:
-    """Transcripts of inspect and verify are complete (in the README: abridged), except paths and advice for this
-    machine."""
+    """Transcripts of inspect and verify are complete (in the README and in the steps of the tutorial: abridged), except
+    paths and advice for this machine."""
     verified = {}
     for method in ("int4", "int8"):
         out = tmp_path / method
         cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--numa", 1)
         verified[method] = cli("verify", out, "--against", example, "--full").stdout
     inspected = cli("inspect", example).stdout
+    planned = cli("cpu", "-i", example, "-o", tmp_path / "new", "--quant-method", "int8", "--numa", 1, "--dry-run").stdout
     for page, output in ((page_of("inspect"), inspected), (FIRST_CONVERSION, verified["int4"])):
         lines = read_text(page).splitlines()
         for line in output.splitlines():
@@ -582,12 +583,16 @@ def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, e
                 assert line in lines, f"{page_id(page)}, transcript: {line!r} is missing; paste `make demo` again"
     shown = read_text(README).partition("check        result\n")[2].partition("\nverified\n")[0].splitlines()
     assert shown and [line for line in shown if line not in [*verified["int8"].splitlines(), "..."]] == []
+    inspect_step, plan_step, _, verify_step = list(blocks(read_text(FIRST_CONVERSION), "text"))[:4]
+    for step, output in ((inspect_step, inspected), (plan_step, planned), (verify_step, verified["int8"])):
+        stable = [line for line in step.splitlines() if not line.startswith("checkpoint ") and line[-1:] != "†"]
+        assert [line for line in stable if line not in [*output.splitlines(), "..."]] == []
 
 
 def test_figures_that_depend_on_the_machine_are_marked() -> None:
     """Speeds and results of torch in the transcripts of the README, the tutorial and commands differ between machines."""
     machine = re.compile(
-        r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|more notes|^\d+ +0\.\d+$"
+        r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|more notes|^\d+ +0\.\d+$|^memory "
     )
     for page in (README, FIRST_CONVERSION, *map(page_of, COMMANDS)):
         lines = [line for block in blocks(read_text(page), "text") for line in block.splitlines()]
