@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
@@ -40,6 +41,7 @@ from rig import conversion, reference
 from rig.adapters import write_kt_adapter
 from rig.hub_server import serve_hub
 from rig.safetensors import write_file
+from rig.scripts import FOLDER, load_benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCLUDED = {".venv", ".git", "build", "dist"}
@@ -47,6 +49,7 @@ PAGES = sorted(p for p in ROOT.rglob("*.md") if not EXCLUDED & {*p.relative_to(R
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 FIRST_CONVERSION = DOCS / "start" / "first-conversion.md"
+FIT_PAGE = DOCS / "how-to" / "fit.md"
 REFERENCE = DOCS / "reference"
 FORMATS_PAGE = REFERENCE / "formats.md"
 FROM_KT_KERNEL_PAGE = DOCS / "how-to" / "from-kt-kernel.md"
@@ -56,6 +59,10 @@ JSON_PAGE = REFERENCE / "json.md"
 SCHEMA = REFERENCE / "events.schema.json"
 NUMBERS_PAGE = DOCS / "explanation" / "numerics.md"
 DESIGN_PAGE = DOCS / "explanation" / "design.md"
+
+sys.path.insert(0, str(FOLDER))  # benchmarks import each other by name
+shapes = load_benchmark("shapes")
+models = load_benchmark("models")
 
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -575,7 +582,9 @@ def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, e
         cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--numa", 1)
         verified[method] = cli("verify", out, "--against", example, "--full").stdout
     inspected = cli("inspect", example).stdout
-    planned = cli("cpu", "-i", example, "-o", tmp_path / "new", "--quant-method", "int8", "--numa", 1, "--dry-run").stdout
+    planned = cli(
+        "cpu", "-i", example, "-o", tmp_path / "new", "--quant-method", "int8", "--numa", 1, "--dry-run"
+    ).stdout
     for page, output in ((page_of("inspect"), inspected), (FIRST_CONVERSION, verified["int4"])):
         lines = read_text(page).splitlines()
         for line in output.splitlines():
@@ -587,6 +596,19 @@ def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, e
     for step, output in ((inspect_step, inspected), (plan_step, planned), (verify_step, verified["int8"])):
         stable = [line for line in step.splitlines() if not line.startswith("checkpoint ") and line[-1:] != "†"]
         assert [line for line in stable if line not in [*output.splitlines(), "..."]] == []
+
+
+def test_transcripts_of_fit_equal_its_output(tmp_path: Path) -> None:
+    """The page shows `fit` for headers in the shape of a released model, the second time abridged."""
+    model = shapes.SHAPES["Qwen3-235B-A22B"]
+    models.write_model(tmp_path / model.name, *shapes.list_tensors(model), 3)
+    page = read_text(FIT_PAGE)
+    commands = [line for line in "\n".join(blocks(page, "bash")).splitlines() if line.startswith("ktconvert fit ")]
+    for line, transcript in zip(commands, blocks(page, "text"), strict=True):
+        printed = conversion.ktconvert(*shlex.split(line)[1:], cwd=tmp_path).stdout.splitlines()
+        shown = transcript.splitlines()
+        assert [each for each in shown if each not in [*printed, "..."]] == []
+        assert shown == printed or "..." in shown
 
 
 def test_figures_that_depend_on_the_machine_are_marked() -> None:
