@@ -8,8 +8,18 @@ document$.subscribe(() => {
     for (const node of [...code.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE)) {
       node.replaceWith(...node.data.split(/(\s+)/).map((text) => (text.trim() ? word(text) : text)));
     }
+    markFirstWords(code);
   }
 });
+
+// Names the first element of each line, which site.css moves to the left of the wrapped rest.
+function markFirstWords(code) {
+  let begins = true;
+  for (const node of code.childNodes) {
+    if (begins && node.nodeType === Node.ELEMENT_NODE) node.classList.add("first");
+    begins = node.nodeType === Node.TEXT_NODE ? begins || node.data.includes("\n") : node.textContent.endsWith("\n");
+  }
+}
 
 // A word of a command that wraps only before and after it: browsers would also break lines after its hyphens.
 function word(text) {
