@@ -43,7 +43,7 @@ QUALITIES = {
     "AMXINT4": Quality({"absmax": 0.0055, "mse": 0.0042}, 28e9),
     "AMXINT8": Quality({"absmax": 0.0004}, 28e9),
     "MXFP4": Quality({"absmax": 0.0047}, 26e9),
-    "FP8": Quality({"absmax": 0.0006}, 28e9),
+    "FP8": Quality({"absmax": 0.0006}, 27e9),
     "BF16": Quality({"absmax": 0.0002}, 30e9),
     "RAWINT4": Quality({"absmax": 0.0027, "mse": 0.0025}, 24e9),
 }
