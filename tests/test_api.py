@@ -300,7 +300,11 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.plan("model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match=r"'resume' is not a conversion; call ktconvert\.convert again"):
         ktconvert.convert("resume", "out")  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match=r"\['cpu'\] is not a conversion; did you mean 'cpu'"):
+    with pytest.raises(ArgumentError, match="'serve' is not a conversion; begin with one of 'cpu', "):
+        ktconvert.plan("serve", "model", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="'CPU' is not a conversion; did you mean 'cpu'"):
+        ktconvert.plan("CPU", "model", "out")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"\['cpu'\] is not a conversion; begin with one of 'cpu', "):
         ktconvert.plan(["cpu"], "model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match=r"group_size must be one of 128, 64, 32, not 5\.$"):
         ktconvert.plan("gpu", "model", "out", group_size=5)  # type: ignore[call-overload]

@@ -263,7 +263,7 @@ def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA slices, and this runtime adds up 64 at most"):
         experts(65)
     one, x, ids, shares = make(tokens=1)
-    with pytest.raises(ValueError, match="experts per token must be a whole number from 1 to 4096, not 4097"):
+    with pytest.raises(ValueError, match="experts per token must be an int from 1 to 4096, not 4097"):
         one.forward(x, np.zeros((1, 4097), np.int64), np.zeros((1, 4097), np.float32))
 
 

@@ -61,7 +61,7 @@ RUNTIME = (
     "hf_modules",
     "hf_non_experts",
     "layer_forwards",
-    "one_token",
+    "generation",
     "peft_targets",
     "peft_tuner",
 )

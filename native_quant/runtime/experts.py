@@ -333,9 +333,7 @@ class KTExperts:
 
     def _make_pointer_call(self, tokens: int, topk: int, *pointers: Any) -> Any:
         """Return a call as _make_call does, for pointers of C to hidden, ids, weights, skip and out."""
-        if not 1 <= topk <= lib.KTQ_MAX_TOPK:
-            limits = f"a whole number from 1 to {lib.KTQ_MAX_TOPK}"
-            raise ArgumentError(f"the number of experts per token must be {limits}, not {topk}")
+        require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         return ffi.new("ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *pointers))
 
     def _forward_call(self, call: Any) -> None:

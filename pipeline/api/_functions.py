@@ -105,7 +105,7 @@ def _find_options(command: object) -> type[ConversionOptions]:
     word = str(command)
     if word in OTHER_COMMANDS:
         remedy = OTHER_COMMANDS[word]
-    elif near := difflib.get_close_matches(word, CONVERSION_OPTIONS, 1):
+    elif near := difflib.get_close_matches(word.lower(), CONVERSION_OPTIONS, 1, cutoff=0.7):
         remedy = f"did you mean {near[0]!r}?"
     else:
         remedy = f"begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"

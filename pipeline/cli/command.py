@@ -60,12 +60,8 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             values, _, order = self.make_parser(ctx).parse_args([*args])
-            for parameter, count in Counter(order).items():
-                if not ctx.resilient_parsing and ONCE & {*parameter.opts}:
-                    if count > 1:
-                        raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
-                    if self._is_option(str(values[parameter.name]), ctx):
-                        _refuse_missing(f"the value of {parameter.opts[0]}")
+            if not ctx.resilient_parsing:
+                self._check_once(values, Counter(order), ctx)
             return super().parse_args(ctx, args)
         except click.MissingParameter as error:
             assert error.param is not None
@@ -76,6 +72,15 @@ class Command(click.Command):
             if isinstance(option, click.Option) and option.is_flag:
                 raise click.BadOptionUsage(error.option_name, error.message, ctx) from None
             _refuse_missing(f"the value of {error.option_name}")
+
+    def _check_once(self, values: Mapping[str, Any], counts: Mapping[click.Parameter, int], ctx: click.Context) -> None:
+        """Raise UsageError if an option of ONCE is given several times, or its value is another option."""
+        for parameter, count in counts.items():
+            if ONCE & {*parameter.opts}:
+                if count > 1:
+                    raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
+                if self._is_option(str(values[parameter.name]), ctx):
+                    _refuse_missing(f"the value of {parameter.opts[0]}")
 
     def _is_option(self, word: str, ctx: click.Context) -> bool:
         """Return whether a word is a long option of this command, with or without its value."""

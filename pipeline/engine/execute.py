@@ -75,8 +75,9 @@ def execute_plans(
         if done:
             remove_work_directory(plan.locate())
             existing.report_nothing_to_do(plan.options.output, reporter)
-    for plan in unfinished:
-        _prepare_stages(plan, reporter, overwrite)
+    if executor is None:  # workers prepare what they make
+        for plan in unfinished:
+            _prepare_stages(plan, reporter, overwrite)
     with contextlib.ExitStack() as resources:
         workdirs: list[tuple[Plan, WorkDir]] = []
         locked = [(plan, resources.enter_context(WorkDir(plan.locate()))) for plan in unfinished]

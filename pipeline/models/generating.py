@@ -101,7 +101,7 @@ def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
     """
     from transformers import cache_utils
 
-    from ktconvert.native_quant.runtime.one_token import GrowingLayer
+    from ktconvert.native_quant.runtime.generation import GrowingLayer
 
     if inputs["input_ids"].shape[-1] <= PREFILL_CHUNK:
         return

@@ -277,7 +277,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     Raises InputError for missing or unusable tensors.
     """
     from ktconvert.native_quant.runtime.few_tokens import quantize_linears
-    from ktconvert.native_quant.runtime.one_token import accelerate_generation
+    from ktconvert.native_quant.runtime.generation import accelerate_generation
 
     root = choice.find_directory()
     weights = None

@@ -1,6 +1,7 @@
 """Generation on the CPU: attention of prompts and by section 5f of numerics.md, the growing cache, torch's threads."""
 
 import copy
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import one_token
-from ktconvert.native_quant.runtime.one_token import GrowingLayer, attend
+from ktconvert.native_quant.runtime import generation
+from ktconvert.native_quant.runtime.generation import GrowingLayer, attend
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
 
@@ -97,7 +98,7 @@ def test_attention_of_a_prompt_is_that_of_transformers(
     mask = None if masks is None else torch.rand(2, masks or count, tokens, keys) < 0.7
     module = make_module(query, key)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
-    out, weights = attend(module, query, key, value, mask, 0.3, pool=Pool(1))
+    out, weights = generation._attend_by_heads(module, query, key, value, mask, scaling=0.3)
     assert weights is None and out.is_contiguous()
     torch.testing.assert_close(out, expected)
 
@@ -115,15 +116,23 @@ def test_attention_of_a_prompt_needs_no_memory_for_the_keys_of_all_heads(heads: 
 
 
 def measure_memory(function: Callable[[], object]) -> int:
-    """Return by how many bytes the resident memory grows at most while a function runs for the second time."""
-    function()
+    """Return by how many bytes the resident memory grows at most while a function runs for the second time.
+
+    Meanwhile, the C library returns each released block of 1 MiB or more to the system at once.
+    """
+    libc, m_mmap_threshold = ctypes.CDLL(None), -3
+    libc.mallopt(m_mmap_threshold, 1 << 20)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory becomes the current one
-    except OSError:
-        pytest.skip("the system does not let a process reset its largest resident memory")
-    before = machine.read_table(Path("/proc/self/status"))["VmRSS"]
-    function()
-    return 1024 * (machine.read_table(Path("/proc/self/status"))["VmHWM"] - before)
+        function()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory becomes the current one
+        except OSError:
+            pytest.skip("the system does not let a process reset its largest resident memory")
+        before = machine.read_table(Path("/proc/self/status"))["VmRSS"]
+        function()
+        return 1024 * (machine.read_table(Path("/proc/self/status"))["VmHWM"] - before)
+    finally:
+        libc.mallopt(m_mmap_threshold, 32 << 20)  # the most to which it grows by default
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -202,12 +211,12 @@ def test_a_few_tokens_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.get_num_threads()
 
     monkeypatch.setattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING))
-    monkeypatch.setattr(one_token.AttentionInterface, "register", lambda *_: None)
+    monkeypatch.setattr(generation.AttentionInterface, "register", lambda *_: None)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         model = Model()
-        one_token.accelerate_generation(model, Pool(1))
+        generation.accelerate_generation(model, Pool(1))
         assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is GrowingLayer
         threads = [model(input_ids=torch.ones(1, n, dtype=torch.long)) for n in (1, 4, 5)]
         threads += [model(inputs_embeds=torch.ones(1, n, 8)) for n in (1, 5)]

@@ -20,7 +20,7 @@ ATTENTION = "sdpa"  # transformers' name of its default attention
 # Tokens that a cache's memory has beyond those in use: as many at least, and one for each SPARE_SHARE tokens. So each
 # token is copied only a few times while the cache grows.
 LEAST_SPARE, SPARE_SHARE = 256, 8
-HEADS_AT_ONCE = 8  # heads of the attention of several tokens that torch computes together, if it copies their values
+HEADS_AT_ONCE = 4  # heads of the attention of several tokens that torch computes together, if it copies their values
 
 
 def attend(
@@ -36,12 +36,13 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of query [batch, heads, tokens, size] as transformers' function does, and no weights.
 
-    The runtime's kernel computes one token that sees all keys: numerics.md, section 5f. Several tokens are torch's, for
-    a piece of the heads at a time. pool: threads that compute
+    The runtime's kernel computes one token that sees all keys: numerics.md, section 5f. Other attention is torch's; in
+    BF16, for a piece of the heads at a time. pool: threads that compute
     """
     tensors = query, key, value
     is_plain = not named.get("dropout") and named.get("position_bias") is None
-    if not (is_plain and query.is_cpu and query.dim() == 4) or any(tensor.requires_grad for tensor in tensors):
+    has_gradients = any(tensor.requires_grad for tensor in tensors)
+    if has_gradients or not (is_plain and query.dim() == 4 and all(map(is_bf16_in_memory, tensors))):
         return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling, **named)
     if attention_mask is not None or query.shape[0] * query.shape[2] > 1 or not all(map(_is_readable, tensors)):
         return _attend_by_heads(module, *tensors, attention_mask, scaling=scaling, **named)
@@ -69,24 +70,25 @@ def _attend_by_heads(
     if mask is not None and mask.dtype == torch.bool:  # torch would convert it for each piece
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     settings: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # without num_key_value_groups
-    outs = []
-    for first in range(0, key.shape[1], step):
+
+    def attend_from(first: int) -> torch.Tensor:
+        """Return the attention of `step` heads; what it needs is released before that of the next ones."""
         heads = slice(queries * first, queries * (first + step))
         states = key[:, first : first + step], pad(value[:, first : first + step], (0, padding))
         if queries > 1:
             states = states[0].expand(-1, queries, -1, -1), states[1].expand(-1, queries, -1, -1)
         own_mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
         out, _ = sdpa_attention_forward(settings, query[:, heads], *states, own_mask, **named)
-        outs.append(out[..., :value_size])
-    return torch.cat(outs, 2), None
+        return out[..., :value_size]
+
+    return torch.cat([attend_from(first) for first in range(0, key.shape[1], step)], 2), None
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Return whether the kernel can read the numbers of a tensor [1, heads, tokens, size] where they are."""
     size = tensor.shape[-1]
     return (
-        is_bf16_in_memory(tensor)
-        and size % lib.KTQ_ROW_MULTIPLE == 0
+        size % lib.KTQ_ROW_MULTIPLE == 0
         and tensor.numel() > 0
         and tensor.stride(-1) == 1
         and (tensor.shape[-2] == 1 or tensor.stride(-2) == size)
