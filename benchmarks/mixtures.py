@@ -150,6 +150,18 @@ def merge_layers(loose: Path, out: Path, layers: int) -> None:
 def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None:
     """Write a BF16 checkpoint whose layers all have the experts of `source`, under the names of Qwen3-MoE."""
     out.mkdir()
+    write_config(out, shape, layers)
+    stacks = {name: np.load(source / f"{name}.npy", mmap_mode="r") for name in PROJECTIONS}
+    experts = [
+        (f"mlp.experts.{expert}.{name}_proj.weight", "BF16", stack[expert])
+        for name, stack in stacks.items()
+        for expert in range(shape.experts)
+    ]
+    _write_layers(out, layers, experts)
+
+
+def write_config(out: Path, shape: Shape, layers: int, **more: Any) -> None:
+    """Write the config.json of a Qwen3-MoE model."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -160,14 +172,7 @@ def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None
         "num_experts_per_tok": TOPK,
         "num_hidden_layers": layers,
     }
-    (out / "config.json").write_text(json.dumps(config))
-    stacks = {name: np.load(source / f"{name}.npy", mmap_mode="r") for name in PROJECTIONS}
-    experts = [
-        (f"mlp.experts.{expert}.{name}_proj.weight", "BF16", stack[expert])
-        for name, stack in stacks.items()
-        for expert in range(shape.experts)
-    ]
-    _write_layers(out, layers, experts)
+    (out / "config.json").write_text(json.dumps(config | more))
 
 
 def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
@@ -177,8 +182,7 @@ def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
     """
     out.mkdir()
     stored = STORED[method]
-    if stored.config is not None:
-        (out / "config.json").write_text(json.dumps({"quantization_config": stored.config}))
+    write_config(out, shape, layers, **({} if stored.config is None else {"quantization_config": stored.config}))
     rng = np.random.default_rng(0)
     signs = rng.integers(0, 2, 5_000_011, np.uint8) << 7
     pieces = {

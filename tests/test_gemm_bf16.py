@@ -55,7 +55,9 @@ def sum_in_order(a: Any, weights: Any, columns: Iterable[int]) -> Any:
 
 def multiplication_form(isa: str, name: str) -> str:
     """Return how an instruction set multiplies a format by default: BF16 in pairs or in tiles, or integers."""
-    return "tiles" if isa == "amx" else "integers" if name in INTEGERS else "pairs"
+    if name in INTEGERS and not (isa == "amx" and SCALE_COLUMNS[name] > 32):
+        return "integers"
+    return "tiles" if isa == "amx" else "pairs"
 
 
 def round_to_int8(a: Any) -> tuple[Any, Any]:
@@ -68,10 +70,10 @@ def round_to_int8(a: Any) -> tuple[Any, Any]:
 
 
 def integer_units(a: Any) -> Any:
-    """Return the unit of the integers of each row and 32 activations, [m, k/32]; NaN if one is Inf or NaN."""
+    """Return the unit of the integers of each row and 32 activations, [m, k/32]; NaN if one is NaN or 2^118 or more."""
     largest = np.abs(a).reshape(len(a), -1, 32).max(axis=2)
     exponent = np.frexp(largest)[1] - 1.0
-    return np.where(np.isfinite(largest), 2.0 ** (np.where(largest, np.maximum(exponent, -113), -113) - 13), np.nan)
+    return np.where(largest < 2.0**118, 2.0 ** (np.where(largest, np.maximum(exponent, -113), -113) - 13), np.nan)
 
 
 def multiply_by_definition(name: str, activations: Any, weight: Weight, form: str = "pairs") -> Any:
@@ -186,18 +188,18 @@ def test_subnormal_numbers_count_as_zero(isa: str, m: int) -> None:
 
 @pytest.mark.parametrize("m", [7, 14])
 def test_integer_weights_accept_activations_of_any_size(isa: str, m: int) -> None:
-    """Rows have the largest and the smallest numbers, and outliers. Inf or NaN affects only its token."""
+    """Rows have the largest and the smallest numbers, and outliers. 2^118, Inf or NaN affects only its token."""
     weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
-    small = -90 if isa == "amx" else -112  # tdpbf16ps flushes each product below 2^-126 to 0
-    sizes = np.resize([0, -149, -126, small, -20, 20, 100], (m, 1))
+    sizes = np.resize([0, -149, -126, -112, -20, 20, 112], (m, 1))
     numbers = rng.standard_normal((m, 352)) * 2.0 ** (sizes + rng.choice([0, 0, -6, -9, -14], (m, 352)))
     activations = floats.to_bits(numbers)
     check(isa, "RAWINT4", activations, weight)
-    bad = activations.copy()
-    bad[0, 40] = 0x7F80
-    out = multiply("RAWINT4", bad, weight)
-    assert not np.isfinite(out[0]).any()
-    np.testing.assert_array_equal(out[1:], multiply("RAWINT4", activations, weight)[1:])
+    for too_large in (0x7F80, 0x7FC0, 0x7A80):
+        bad = activations.copy()
+        bad[0, 40] = too_large
+        out = multiply("RAWINT4", bad, weight)
+        assert np.isnan(out[0]).all()
+        np.testing.assert_array_equal(out[1:], multiply("RAWINT4", activations, weight)[1:])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -370,13 +370,18 @@ typedef void kt_scale_chunk_fn(const uint16_t *scales, int64_t columns, uint16_t
 typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least, const float *sums,
                                   int64_t sums_pitch, float *c);
 
+/* Rounds BF16 activations to what products of integers multiply: the nearest multiples of the unit of their
+   KT_SUM_COLUMNS columns (gemm_int16.h), which BF16 holds. columns: a multiple of KT_SUM_COLUMNS. */
+typedef void kt_round_units_fn(int64_t columns, uint16_t *a);
+
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions does not depend on m, `panels` or their order.
    sums[t * k / KT_SUM_COLUMNS + g]: sum of row t's activations in group g, for panels with least values; else NULL.
    c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64.
-   int8: 1: products of integers below 8 bits round activations to 8 bits. */
+   int8: 1: products of integers below 8 bits round activations to 8 bits.
+   is_rounded: 1: the activations are what kt_round_units_fn makes of them. */
 typedef struct {
-    int int8;
+    int int8, is_rounded;
     int64_t m, k;
     const uint16_t *a;
     int64_t a_pitch;

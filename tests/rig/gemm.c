@@ -107,17 +107,22 @@ int gemm_bf16(const kt_kernels *kernels, int number, int int8, int64_t m, int64_
               const void *codes, const void *scales, float *c) {
     const kt_format *format = kt_get_format(number);
     int64_t panels = n / KT_PANEL_ROWS;
+    int is_rounded = format && kt_rounds_activations(format) && !int8;
     kt_bf16_panel *panel = calloc((size_t)panels, sizeof *panel);
     float *out = aligned_alloc(64, (size_t)(panels * m * KT_PANEL_ROWS) * sizeof *out);
     uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
+    uint16_t *rounded = malloc((size_t)(m * k) * sizeof *rounded);
     float *sums = calloc((size_t)(m * k / KT_SUM_COLUMNS), sizeof *sums);
-    int error = !panel || !out || !scratch || !sums ? KTQ_ENOMEM : kt_check_size(format, n, k);
+    int error = !panel || !out || !scratch || !sums || !rounded ? KTQ_ENOMEM : kt_check_size(format, n, k);
     for (int64_t i = 0; !error && i < m * k; i++) sums[i / KT_SUM_COLUMNS] += kt_from_bf16(a[i]);
     if (!error) {
         kt_fp_state state = kt_enter_forward();
+        memcpy(rounded, a, (size_t)(m * k) * sizeof *a);
+        if (is_rounded) kernels->round_units(m * k, rounded);
         for (int64_t s = 0; s < panels; s++) panel[s] = kt_get_bf16_panel(format, codes, scales, k, s);
         (format->integers ? kernels->gemm_int16 : kernels->gemm_bf16)(
-            &(kt_bf16_gemm){int8, m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
+            &(kt_bf16_gemm){int8, is_rounded, m, k, rounded, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS,
+                            scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);
@@ -126,5 +131,6 @@ int gemm_bf16(const kt_kernels *kernels, int number, int int8, int64_t m, int64_
     free(out);
     free(scratch);
     free(sums);
+    free(rounded);
     return error;
 }

@@ -13,6 +13,7 @@
 enum {
     KT_INT16_BITS = 14, /* bits of the largest code: sums with KT_SUM_COLUMNS weights up to 4096 fit into int32 */
     KT_LEAST_EXPONENT = KT_INT16_BITS, /* least biased exponent for which unit and reciprocal are normal numbers */
+    KT_GREATEST_EXPONENT = 127 + 117, /* with more, sums in float32 could overflow (gemm_int16_amx.c) */
     KT_CHUNK_SUMS = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS,
     KT_K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS,
 };
@@ -92,11 +93,11 @@ static inline float kt_int8_reciprocal(float unit) {
     return unit > 0 ? 1 / unit : 0;
 }
 
-/* Returns the unit of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not
- * finite. */
+/* Returns the unit of activations with the largest magnitude `most` (BF16 bits without sign); NaN if that is 2^118 or
+ * more. */
 static inline float kt_int16_unit(uint32_t most) {
     uint32_t exponent = most >> 7;
-    if (exponent == 255) return kt_float(KT_BF16_NAN << 16);
+    if (exponent > KT_GREATEST_EXPONENT) return kt_float(KT_BF16_NAN << 16);
     return kt_float(((exponent < KT_LEAST_EXPONENT ? KT_LEAST_EXPONENT : exponent) - (KT_INT16_BITS - 1)) << 23);
 }
 

@@ -12,6 +12,11 @@ static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     if (pass->down->least) KT_ALLOCATE(group->bf16.h_sums, group->slices * pass->rows * pass->width / KT_SUM_COLUMNS);
 }
 
+/* Whether the activations of two weights are rounded once for all panels. */
+static int is_rounded(const kt_pass *pass, const kt_format *first, const kt_format *second) {
+    return !pass->call->int8 && kt_rounds_activations(first) && kt_rounds_activations(second);
+}
+
 /* Adds up KT_SUM_COLUMNS activations pairwise: 16 sums of two, then 8 of four, and so on. */
 static float sum_activations(const uint16_t *x) {
     float sum[KT_SUM_COLUMNS];
@@ -23,36 +28,42 @@ static float sum_activations(const uint16_t *x) {
 
 static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
     (void)scratch;
-    int64_t k = pass->moe->hidden, topk = pass->call->topk;
-    const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k;
-    float *sums = group->bf16.a_sums, *token_sums = NULL;
+    const int64_t k = pass->moe->hidden, topk = pass->call->topk, groups = k / KT_SUM_COLUMNS;
+    const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k, *before = NULL;
+    const float *sums_before = NULL;
     for (int64_t j = 0; j < topk; j++) {
-        int64_t row = pass->pair[token * topk + j].row, groups = k / KT_SUM_COLUMNS;
+        const int64_t row = pass->pair[token * topk + j].row;
         if (row < 0) continue;
         uint16_t *a = group->bf16.a + row * k;
+        float *sums = group->bf16.a_sums ? group->bf16.a_sums + row * groups : NULL;
+        if (before) {
+            memcpy(a, before, (size_t)k * sizeof *a);
+            if (sums) memcpy(sums, sums_before, (size_t)groups * sizeof *sums);
+            continue;
+        }
         memcpy(a, x, (size_t)k * sizeof *x);
         if (pass->moe->function.weights_on_input) {
             float weight = pass->call->weights[(pass->first_token + token) * topk + j];
             for (int64_t c = 0; c < k; c++) a[c] = kt_to_bf16(kt_from_bf16(x[c]) * weight);
-            token_sums = NULL;
+        } else { /* all rows of the token are the same */
+            before = a;
+            sums_before = sums;
         }
-        if (!sums) continue;
-        float *row_sums = sums + row * groups;
-        if (token_sums) memcpy(row_sums, token_sums, (size_t)groups * sizeof *sums);
-        for (int64_t g = 0; !token_sums && g < groups; g++) row_sums[g] = sum_activations(a + g * KT_SUM_COLUMNS);
-        token_sums = row_sums;
+        for (int64_t g = 0; sums && g < groups; g++) sums[g] = sum_activations(a + g * KT_SUM_COLUMNS);
+        if (is_rounded(pass, pass->gate, pass->up)) pass->kernels->round_units(k, a);
     }
 }
 
 /* Multiplies rows a[m][k] with panels, to scratch->c [panel][m][32]. sums: sums of the rows' activations. If some
    panels are multiplied as int16 and others as BF16, each panel gets its own call. */
-static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, const float *sums, int64_t panels,
-                     const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
+static void multiply(const kt_pass *pass, int is_rounded, int64_t m, int64_t k, const uint16_t *a, const float *sums,
+                     int64_t panels, const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
     const int differ = panels > 1 && (panel[0].bits != panel[1].bits || panel[0].integers != panel[1].integers);
     const int64_t step = differ ? 1 : panels;
     for (int64_t s = 0; s < panels; s += step) {
         kt_bf16_gemm_fn *gemm = panel[s].integers ? pass->kernels->gemm_int16 : pass->kernels->gemm_bf16;
         gemm(&(kt_bf16_gemm){.int8 = pass->call->int8,
+                             .is_rounded = is_rounded,
                              .m = m,
                              .k = k,
                              .a = a,
@@ -80,6 +91,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const ktq_function *function = &pass->moe->function;
     kt_activation_fn *activation = kt_activation_of(pass->kernels, function->activation);
     int64_t sides = kt_sides(pass->moe);
+    const int rounds_h = is_rounded(pass, pass->down, pass->down);
     float *c = scratch->c;
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
@@ -90,7 +102,8 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         const float *sums = group->bf16.a_sums ? group->bf16.a_sums + row * k / KT_SUM_COLUMNS : NULL;
-        multiply(pass, m, k, group->bf16.a + row * k, sums, sides * task->count, panel, scratch);
+        multiply(pass, is_rounded(pass, pass->gate, pass->up), m, k, group->bf16.a + row * k, sums,
+                 sides * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
             float *value = c + sides * i * m * KT_PANEL_ROWS, *up = sides > 1 ? value + m * KT_PANEL_ROWS : NULL;
             int64_t column = (task->first + i) * KT_PANEL_ROWS, first = h_row(pass, task, row, width) + column;
@@ -102,6 +115,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
             pass->kernels->split_bf16(m, value, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
                 group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_activations(h + j);
+            for (int64_t j = 0; rounds_h && j < m * width; j += width) pass->kernels->round_units(KT_PANEL_ROWS, h + j);
         }
     }
 }
@@ -120,7 +134,8 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         int64_t first = h_row(pass, task, bucket->first + t, k);
         const float *sums = group->bf16.h_sums ? group->bf16.h_sums + first / KT_SUM_COLUMNS : NULL;
-        multiply(pass, terms * m, k, group->bf16.h + first, sums, task->count, panel, scratch);
+        multiply(pass, is_rounded(pass, pass->down, pass->down), terms * m, k, group->bf16.h + first, sums, task->count,
+                 panel, scratch);
         float *c = scratch->c;
         for (int64_t i = 0; i < task->count; i++, c += (terms - 1) * m * KT_PANEL_ROWS) {
             for (int64_t j = 0; terms > 1 && j < m * KT_PANEL_ROWS; j++) c[j] += c[m * KT_PANEL_ROWS + j];

@@ -14,6 +14,7 @@
 #include "merge_template.h"
 #include "quantize_row_template.h"
 #include "remainder_template.h"
+#include "round_units_template.h"
 #include "row_products_template.h"
 #include "scale_chunk_template.h"
 #include "scale_rows_template.h"
