@@ -1,5 +1,5 @@
-/* Activations as multiples of their units, which 1.5 * 2^23 units are added to and subtracted from: such sums have no bits
- * for less. */
+/* Activations as multiples of their units: 1.5 * 2^23 units, which have no bits for less than a unit, are added to them
+ * and subtracted. */
 #include "gemm_int16.h"
 
 TARGET void KERNEL_OF(round_units)(int64_t columns, uint16_t *a) {
