@@ -247,6 +247,9 @@ def test_every_name_is_documented() -> None:
     assert ktconvert.__all__ == dir(ktconvert)
     for name in set(ktconvert.__all__) - {"__version__"}:
         assert getattr(ktconvert, name).__doc__, name
+    for function, commands in ((ktconvert.plan, CONVERSION_OPTIONS), (ktconvert.verify, {"verify": VerifyOptions})):
+        words = {*re.findall(r"\w+", function.__doc__ or "")}
+        assert all(words >= {*list_parameters(cls)} for cls in commands.values())
 
 
 @pytest.mark.parametrize(("name", "extra"), [("KTMoEWrapper", "torch"), ("KTConvertConfig", "run")])

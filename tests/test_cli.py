@@ -125,10 +125,10 @@ def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: 
 
 
 def test_version_and_help_print_versions_and_commands(cli: Any) -> None:
-    lines = cli("--version").stdout.splitlines()
+    lines = cli("version").stdout.splitlines()
     first_words = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
     assert [line.split()[0] for line in lines] == first_words
-    assert cli("version").stdout.splitlines() == cli("-V").stdout.splitlines() == lines
+    assert cli("--version").stdout.splitlines() == cli("-V").stdout.splitlines() == lines[:1]
     versions = json.loads(cli("version", "--json").stdout)
     assert f"ktconvert {versions['ktconvert']}" == lines[0] and versions["build"]["compiler"] in lines[3]
     assert versions["instruction_sets"]["built"][0] == versions["instruction_sets"]["available"][0] == "scalar"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -191,3 +192,29 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
             with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1, rename=rename)
         )
         return describe_report(report, rename)
+
+
+def _list_options(commands: Mapping[str, type[Options]]) -> str:
+    """Return a paragraph for help(): the names of the options of each command."""
+    names = {
+        command: [name for name in list_parameters(cls) if name not in ("input", "output")]
+        for command, cls in commands.items()
+    }
+    first, *others = names.values()
+    shared = [name for name in first if others and all(name in own for own in others)]
+    rows = {command: [name for name in own if name not in shared] for command, own in names.items()}
+    rows |= {"all of them": shared} if shared else {}
+    width = max(map(len, rows)) + 2
+    lines = [
+        textwrap.fill(", ".join(row), 110, initial_indent=command.ljust(width), subsequent_indent=" " * width)
+        for command, row in rows.items()
+    ]
+    return textwrap.indent("\n".join(["", "Options of", *lines, ""]), "    ")
+
+
+for _function, _commands in (
+    (plan, CONVERSION_OPTIONS),
+    (convert, CONVERSION_OPTIONS),
+    (verify, {"verify": VerifyOptions}),
+):
+    _function.__doc__ = f"{_function.__doc__}{_list_options(_commands)}"

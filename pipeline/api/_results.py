@@ -97,7 +97,7 @@ class KTReport:
     sentence  the first problem, the number of others and the remedy; `None` without problems
     problems  all problems
     notes     all remarks
-    against   path of the checkpoint or output that was compared; `None` without one
+    against   path or hub id of the checkpoint or output that was compared; `None` without one
     checks    the checks, in the order in which they ran
     errors    measured errors of each projection in each layer; empty unless `against` is a checkpoint
     """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from ktconvert.pipeline import __version__
 from ktconvert.pipeline.report import terminal
 
 if TYPE_CHECKING:
@@ -176,9 +177,7 @@ def _print_all_help(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ktconvert.pipeline.report.versions import version_lines
-
-        click.echo("\n".join(version_lines()))
+        click.echo(f"ktconvert {__version__}")
         ctx.exit()
 
 
@@ -198,7 +197,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     expose_value=False,
     is_eager=True,
     callback=_print_version,
-    help="Show versions and exit.",
+    help="Show the version and exit.",
 )
 @click.option(
     "--install-completion",

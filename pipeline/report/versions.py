@@ -41,7 +41,7 @@ def version_document() -> dict[str, Any]:
 
 
 def version_lines() -> list[str]:
-    """Return the lines of `ktconvert --version` and `ktconvert version`."""
+    """Return the lines of `ktconvert version`."""
     document = version_document()
     build = document["build"]
     isas = document["instruction_sets"]
