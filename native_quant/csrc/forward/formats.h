@@ -37,8 +37,8 @@ static inline int64_t kt_sum_columns(const kt_format *format) {
     return power >= KT_SUM_COLUMNS && power < KT_MAX_SUM_COLUMNS ? power : KT_MAX_SUM_COLUMNS;
 }
 
-/* Whether a format multiplies activations that are rounded once for all panels (kt_round_units_fn). It does if AMX then
-   gives the same sums as other instruction sets. The others are faster as BF16. */
+/* Whether a format multiplies activations that are rounded once for all panels (kt_round_units_fn), which lets AMX give
+   the same sums as other instruction sets (gemm_int16_amx.c). */
 static inline int kt_rounds_activations(const kt_format *format) {
     return format->integers && format->bits < 8 && kt_sum_columns(format) == KT_SUM_COLUMNS;
 }
