@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.extras import install_command
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
@@ -117,6 +118,8 @@ def test_experts_per_token_is_read_from_the_config_or_assumed() -> None:
         number, origin = find_experts_per_token(config, 1, 64)
         assert number == expected and origin.startswith("config.json: " if expected != 8 else "assumed")
     assert find_experts_per_token({}, 0, 4)[0] == 4
+    with pytest.raises(InputError, match=r'num_experts_per_tok = "8", which is not a whole number'):
+        find_experts_per_token({"num_experts_per_tok": "8"}, 0, 64)
 
 
 @pytest.mark.parametrize(("topk", "experts"), [(1, 8), (2, 8), (3, 8), (8, 8), (8, 129)])

@@ -77,8 +77,8 @@ def _has_whole_numbers(values: list[Any]) -> bool:
 
 
 def find_experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    """Return the number of experts per token, at most `experts`, and its origin."""
-    recorded = find_number(config, TOPK, layer)
+    """Return the number of experts per token, at most `experts`, and its origin. Raises InputError for a text."""
+    recorded = find_valid_number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
     return min(USUAL_TOPK, experts), "assumed; not in config.json"
