@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,10 +38,18 @@ def install_command(extra: str) -> str:
 
     Without an NVIDIA GPU, it installs torch for the CPU first, if torch is missing and the extra needs it.
     """
-    command = f"pip install {_requirement(extra, _read_origin())}"
+    commands = [f"pip install {_requirement(extra, _read_origin())}"]
     if extra in NEED_TORCH and find_spec("torch") is None and not NVIDIA_DRIVER.exists():
-        return f"{INSTALL_CPU_TORCH} && {command}"
-    return command
+        commands.insert(0, INSTALL_CPU_TORCH)
+    pip = _find_pip()
+    return " && ".join(command.replace("pip", pip, 1) for command in commands)
+
+
+def _find_pip() -> str:
+    """Return the command of pip: that of this environment, even if another one is the first on PATH."""
+    first = shutil.which("pip")
+    is_own = first is not None and Path(first).parent == Path(sys.executable).parent
+    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"
 
 
 def _requirement(extra: str, origin: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from hypothesis.extra.numpy import arrays
 from ktconvert.layouts import extras
 from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.extras import install_command
+from ktconvert.layouts.files.manifest import encode_manifest
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.statistics import expert_counts
 from ktconvert.native_quant.runtime import expert_placement
@@ -46,8 +47,11 @@ ONLY_FORK = {"--kt-expert-placement-strategy", "--kt-gpu-experts-ratio"}
 
 
 def write_statistics(folder: Path, counts: Counts = COUNTS) -> Path:
+    """Write the counts of an output of `calibrate`."""
     folder.mkdir()
     write_file(folder / "counts.safetensors", {"counts": ("I64", counts)})
+    document = encode_manifest(tool_version="0", command="calibrate", settings={}, facts={}, source=(), files=[])
+    (folder / "manifest.json").write_bytes(document)
     return folder
 
 

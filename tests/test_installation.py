@@ -43,6 +43,7 @@ def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch:
     origin, requirement = ORIGINS[name]
     monkeypatch.setattr(extras, "_read_origin", lambda: origin)
     monkeypatch.setattr(extras, "find_spec", lambda name: True)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert shlex.split(extras.install_command("run")) == ["pip", "install", *requirement]
     if " @ " in requirement[0]:
         assert Requirement(requirement[0]).extras == {"run"}
@@ -54,10 +55,13 @@ def test_torch_for_the_cpu_is_installed_first(extra: str, tmp_path: Path, monkey
     needs_torch = any(Requirement(text).name == "torch" for text in PROJECT["optional-dependencies"][extra])
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path / "missing")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert extras.install_command(extra).startswith(f"{extras.INSTALL_CPU_TORCH} && pip install ") == needs_torch
     assert extras.INSTALL_CPU_TORCH in (ROOT / "docs" / "start" / "install.md").read_text()
     monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path)
     assert "--index-url" not in extras.install_command(extra)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert extras.install_command(extra).startswith(f"{shlex.quote(sys.executable)} -m pip install ")
 
 
 def test_the_recipe_for_conda_has_the_same_requirements() -> None:

@@ -143,6 +143,13 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
     assert len(models(folder).stdout.splitlines()) == 1 + len(states)  # one line each
 
 
+def test_a_loose_file_hides_no_models(tmp_path: Path, models: Any, packed_example: Any) -> None:
+    copy_files(packed_example("int8"), tmp_path / "int8")
+    write_file(tmp_path / "mask.safetensors", {})
+    states = list_states(models(tmp_path, "--json").stdout, tmp_path)
+    assert states == {"int8": ("cpu", "AMXINT8", "complete", "")}
+
+
 def test_empty_folders_have_no_models(tmp_path: Path, models: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert models(tmp_path / "empty").stdout == f"no models in {tmp_path / 'cache'} and {tmp_path / 'empty'}\n"

@@ -271,7 +271,7 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
     check_refusal(weights, "contains converted experts, not a model; give the original model")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
-    assert isinstance(error, UnsupportedError) and "give the model's safetensors release" in str(error)
+    assert isinstance(error, UnsupportedError) and "and this file as --cpu-weights" in str(error)
     nothing.mkdir()
     check_refusal(nothing, "has no .safetensors file; give the directory of a downloaded checkpoint")
     check_refusal(nothing, "has no config.json; copy the model's file into the directory", "--torch-experts")

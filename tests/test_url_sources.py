@@ -198,7 +198,7 @@ def test_a_damaged_index_is_named(hub, environment, tmp_path) -> None:
 def test_a_missing_package_is_named_with_its_extra(environment, tmp_path) -> None:
     environment |= absent.hide_package("s3fs", tmp_path)
     done = conversion.ktconvert(*stream("s3://bucket/model", tmp_path / "out"), env=environment)
-    conversion.check_refusal(done, done.returncode, "s3:// needs s3fs, not installed here: `pip install ", "[s3]")
+    conversion.check_refusal(done, done.returncode, "s3:// needs s3fs, not installed here: `", "pip install ", "[s3]")
 
 
 # --- TLS ------------------------------------------------------------------------------------------

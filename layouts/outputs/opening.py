@@ -24,6 +24,7 @@ from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 TRAIN = "train"  # command whose output is an adapter
+CALIBRATE = "calibrate"  # command whose output is statistics
 FOREIGN_NAME = "kt-kernel does not read this name"
 IMPOSSIBLE = "no model has a layer, expert or NUMA slice with this number"
 
@@ -57,6 +58,12 @@ def is_dequantized(path: Path) -> bool:
     """
     record = manifest.read_manifest(path) if path.is_dir() else None
     return record is not None and record.command in dequantized.COMMANDS
+
+
+def is_statistics(path: Path) -> bool:
+    """Return whether a directory is an output of `calibrate`, by its manifest."""
+    record = _read_valid_manifest(path)
+    return record is not None and record.command == CALIBRATE
 
 
 def is_whole_model(path: Path) -> bool:
@@ -191,7 +198,7 @@ def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> Te
 
 def _require_trusted(root: Path, record: Manifest) -> None:
     """Raise VerificationError for a required fact of a wrong type, UnsupportedError for statistics."""
-    if record.command == "calibrate":
+    if record.command == CALIBRATE:
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
         raise UnsupportedError(
             f"{root}: contains statistics of a model's experts, but no weights; use it with {readers}."

@@ -113,7 +113,7 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
     CPU's experts are no output or a mix of methods.
     """
     from ktconvert.layouts.outputs import launch
-    from ktconvert.layouts.outputs.opening import is_output, is_whole_model
+    from ktconvert.layouts.outputs.opening import is_output, is_statistics, is_whole_model
 
     by_counts = options.format == "sglang-kt"
     placement = launch.place_experts(output, _count_experts(options, counts, mask), by_counts=by_counts)
@@ -121,7 +121,7 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
     if model is None and options.cpu_weights is not None and is_whole_model(path):
         model = str(path.absolute())
     shared_experts = model is None or _require_model(path, counts, model).has_shared_experts
-    weights = options.cpu_weights or (path if is_output(path) else None)
+    weights = options.cpu_weights or (path if is_output(path) and not is_statistics(path) else None)
     if weights is None:
         return launch.join_command(
             launch.make_options(

@@ -21,6 +21,7 @@ from ktconvert.layouts.sources.containers.safetensors import INDEX, PART, read_h
 from ktconvert.layouts.sources.source import PYTORCH, open_checkpoint, read_config
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.existing import read_plan
+from ktconvert.pipeline.engine.plan import CONFIG
 from ktconvert.pipeline.engine.paths import find_output, locate
 from ktconvert.pipeline.report.text import plural, summarize
 
@@ -56,13 +57,18 @@ class LocalModel:
 def find_models(folders: Iterable[Path]) -> Iterator[LocalModel]:
     """Yield the models in the hub's cache, then those directly below these folders; or a folder that is a model itself.
 
-    Reads headers, configs and manifests. A damaged entry is described as such.
+    Reads headers, configs and manifests. A damaged entry is described as such. A folder with weights but without a
+    config is a model only if no model is below it: the weights may be any file.
     """
     yield from _find_cached_models()
     for folder in folders:
-        yield from _describe_directory(folder, str(folder))
-        for path in sorted(folder.iterdir()) if _find_kind(folder) is None else ():
-            yield from _describe_directory(path, str(path))
+        kind = _find_kind(folder)
+        is_certain = kind is not None and (kind != CHECKPOINT or (folder / CONFIG).exists())
+        below = [] if is_certain else [(path, str(path)) for path in sorted(folder.iterdir())]
+        models = [model for path, name in below for model in _describe_directory(path, name)]
+        if kind is None or is_certain or not models:
+            yield from _describe_directory(folder, str(folder))
+        yield from models
 
 
 def _find_cached_models() -> Iterator[LocalModel]:

@@ -200,7 +200,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     lines += _format_section("running:", running)
     lines += _format_section("failed:", [(failure["unit"], failure["why"]) for failure in status["failed"]])
     if status["state"] == STOPPED:
-        reason = f" ({status['ended']})" if status["ended"] and not status["failed"] else ""
+        ended = (status["ended"] or "").partition("; run `ktconvert resume ")[0]
+        reason = f" ({ended})" if ended and not status["failed"] else ""
         lines.append(f"run `ktconvert resume {status['output']}` to continue{reason}")
     return lines
 

@@ -153,8 +153,8 @@ class ModelChoice:
         if not hub.HUB_ID.fullmatch(self.model) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
-            problem = "GGUF models are not supported here; give the model's safetensors release"
-            raise UnsupportedError(f"{self.model}: {problem}")
+            problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
+            raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
             problem = (
                 "contains converted experts, not a model; give the original model, and this directory as --cpu-weights"
