@@ -21,8 +21,8 @@ from ktconvert.layouts.sources.containers.safetensors import INDEX, PART, read_h
 from ktconvert.layouts.sources.source import PYTORCH, open_checkpoint, read_config
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.existing import read_plan
-from ktconvert.pipeline.engine.plan import CONFIG
 from ktconvert.pipeline.engine.paths import find_output, locate
+from ktconvert.pipeline.engine.plan import CONFIG
 from ktconvert.pipeline.report.text import plural, summarize
 
 CHECKPOINT = "checkpoint"
