@@ -61,7 +61,7 @@ EPILOG = """`ktconvert help COMMAND` describes a command.
 \b
 Exit codes:
   0        success
-  1        a system call failed (the message names the file)
+  1        a system call failed, or a package is missing or too old
   2        invalid options
   3        unsupported model or method (the message lists the supported ones)
   4        not enough disk space or memory

@@ -95,7 +95,9 @@ def read_status(output: Path) -> dict[str, Any]:
                 return {"output": str(output), "state": FINISHED}
             if not output.exists():
                 raise absent_path(output)
-            raise OutputError(f"{output}: has no conversion; start one.")
+            raise OutputError(
+                f"{output}: has no conversion; give the output of one, or start it, as with `ktconvert cpu`."
+            )
         try:
             document = _read_work_directory(paths, saved)
         except FileNotFoundError:

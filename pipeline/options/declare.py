@@ -407,7 +407,7 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
             remedy = f"`ktconvert {cls.command} --help-all` lists the options"
         raise ArgumentError(f"unknown option {unknown[0]}; {remedy}")
     if missing:
-        raise ArgumentError(f"option {missing[0]} is missing; give {missing[0]}=...")
+        raise ArgumentError(f"argument {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 

@@ -89,7 +89,12 @@ class ExpertsOptions(Options):
         default=REQUIRED,
     )
     output: Path = option(
-        "File to write.", OutputPath(), flags=("-o", "--output"), default=REQUIRED, group=Group.OUTPUT
+        "File to write.",
+        OutputPath(),
+        flags=("-o", "--output"),
+        argument="out",
+        default=REQUIRED,
+        group=Group.OUTPUT,
     )
     format: str = option(
         "Form of the file: mask (for --gpu-experts-mask), sglang (.json), or sglang-kt (.pt).",

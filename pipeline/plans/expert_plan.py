@@ -320,8 +320,9 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     if path is not None and not reads_file:
         if options.map_choice is not None:
             return None
-        flag = "--statistics" if importance.imatrix is None else "--imatrix"
-        raise UsageError(f"{flag} is not for --scale {quantizer.name}; leave it out.")
+        flag, scales = ("--statistics", "imatrix or gptq") if importance.imatrix is None else ("--imatrix", "imatrix")
+        problem = f"{flag} is not for --scale {quantizer.name}"
+        raise UsageError(f"{problem}; give --scale {scales}, which uses it, or leave it out.")
     if path is None:
         if quantizer.requires_importance:
             raise UsageError(
