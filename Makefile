@@ -28,7 +28,8 @@ $(STAMP): pyproject.toml setup.py .ci/link_packages.py .ci/constraints.txt nativ
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
 	@echo "make: step 2 of 3, torch"
 	$(BIN)/pip install --quiet --retries 1 --no-deps -c .ci/constraints.txt torch --index-url $(CPU_TORCH) \
-		|| $(BIN)/pip install --quiet -c .ci/constraints.txt torch
+		|| { echo "make: $(CPU_TORCH) cannot be reached: torch of pip's own index, on PyPI with several GB of CUDA"; \
+			$(BIN)/pip install --quiet -c .ci/constraints.txt torch; }
 	@echo "make: step 3 of 3, the C code and all extras"
 	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[gguf,hub,s3,gs,https,torch,run,serve,gpu,plot,dask,train,dev]'
 	$(BIN)/python -m compileall -q pipeline layouts quantizers native_quant  # pip does it, but not for an editable install

@@ -103,7 +103,7 @@ WRONG = {
     "[cpu]\ngpu = true": "[cpu] gpu: no option with a default has this name",
     "[cpi]\nthreads = 1": "[cpi]: no command has this name; did you mean cpu?",
     "threads = 1": "threads is in no table; write it below [all]",
-    "[cpu]\nthreads = 0": "[cpu] threads: 0 is not in the range x>=1; correct the value.",
+    "[cpu]\nthreads = 0": "[cpu] threads: must be at least 1, not 0; correct the value.",
     "[cpu]\nthreads = 1.5": "[cpu] threads: '1.5' is not a valid integer; correct the value.",
     "[cpu]\nthreads = [1]": "[cpu] threads: the value has the wrong type; give a number or a text in quotes.",
     "[cpu]\nthreads = true": "[cpu] threads: the value has the wrong type; give a number or a text in quotes.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -390,6 +391,8 @@ def _parse_json(path: Path) -> dict[str, Any]:
         documents.require_plain(tree)
     except OSError as e:
         raise unreadable_file(path, e) from None
+    except json.JSONDecodeError as e:
+        raise bad_file(path, f"not valid JSON (line {e.lineno}, column {e.colno})") from None
     except ValueError:
         raise bad_file(path, "not valid JSON") from None
     if not isinstance(tree, dict):

@@ -145,9 +145,9 @@ class HelpOption(click.Option):
         self._unset = unset
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Name the environment variable only if it has the wrong value."""
+        """Name the environment variable only if it has the wrong value, and no aliases."""
         is_variable = ctx is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.ENVIRONMENT
-        return super().get_error_hint(ctx) if is_variable else click.Parameter.get_error_hint(self, ctx)
+        return super().get_error_hint(ctx) if is_variable else f"'{self.opts[0]}'"
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)

@@ -56,9 +56,12 @@ class Integer(click.IntRange):
     metavar = "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number: int = super().convert(value, param, ctx)
+        number: int = click.INT.convert(value, param, ctx)
         if number >= MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
+        if not (self.min or 0) <= number <= (self.max or MAX_INTEGER):
+            limits = f"at least {self.min}" if self.max is None else f"from {self.min} to {self.max}"
+            self.fail(f"must be {limits}, not {number}", param, ctx)
         return number
 
 
