@@ -271,11 +271,13 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
                          .integers = &bytes, .scale = scales_f16},
     [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .values = uint4,
-                         .chunk = chunk_nibbles, .integers = &unsigned_integers, .scale = scales_k, .least = least_k},
+                         .chunk = chunk_nibbles, .integers = &unsigned_integers, .scale = scales_k, .least = least_k,
+                         .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
-                         .integers = &unsigned_integers, .scale = scales_k, .least = least_k},
+                         .integers = &unsigned_integers, .scale = scales_k, .least = least_k,
+                         .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,
-                         .integers = &scaled_integers, .scale = scales_q6_k},
+                         .integers = &scaled_integers, .scale = scales_q6_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_F16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .chunk = chunk_f16, .two_terms = 1},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };

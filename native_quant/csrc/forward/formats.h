@@ -23,16 +23,17 @@ typedef struct {
     kt_chunk_fn *chunk;
     const kt_integers *integers;
     kt_scales_fn *scale, *least;
+    int64_t sum_columns; /* 0: scale_columns determine it */
     int two_terms;       /* 1: weights are sums of two terms; h has two terms if down is in such a format */
 } kt_format;
 
 enum { KT_MAX_SUM_COLUMNS = 128 };
 
-/* sum_columns of kt_bf16_panel: with least values or factors, KT_SUM_COLUMNS; else the largest power of two that divides
- * scale_columns, at most KT_MAX_SUM_COLUMNS. If that is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these
- * scales into the weights, and the remaining scales are those of whole rows, as if scale_columns were 0. */
+/* sum_columns of kt_bf16_panel: the largest power of two that divides scale_columns, at most KT_MAX_SUM_COLUMNS. If it
+ * is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these scales into the weights, and the remaining scales
+ * are those of whole rows, as if scale_columns were 0. */
 static inline int64_t kt_sum_columns(const kt_format *format) {
-    if (format->least || (format->integers && format->integers->has_factors)) return KT_SUM_COLUMNS;
+    if (format->sum_columns) return format->sum_columns;
     int64_t power = format->scale_columns & -format->scale_columns;
     return power >= KT_SUM_COLUMNS && power < KT_MAX_SUM_COLUMNS ? power : KT_MAX_SUM_COLUMNS;
 }

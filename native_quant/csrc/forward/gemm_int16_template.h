@@ -1,9 +1,10 @@
 /* Products of int16 with many tokens (gemm_int16.h): a pair of columns of as many rows as a vector has words at a time.
  * A file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
  * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
+#include "find_most_template.h"
 #include "gemm_int16.h"
 
-enum { AT_ONCE = 2 * LANES, PASSES = KT_PANEL_ROWS / AT_ONCE }; /* AT_ONCE: rows */
+enum { PASSES = KT_PANEL_ROWS / AT_ONCE };
 
 /* Multiplies wide * KT_SUM_COLUMNS columns of rows from `first` on, with independent sums. Meanwhile prefetches `bytes`
    bytes. */
@@ -71,15 +72,6 @@ __attribute__((always_inline)) TARGET static inline void block(int tokens, const
 }
 
 #include "gemm_bf16_blocks.h"
-
-/* The largest magnitude of KT_SUM_COLUMNS activations. */
-TARGET static inline uint32_t find_most(const uint16_t *a) {
-    const ints magnitude = set1_epi16(KT_BF16_MAGNITUDE);
-    ints most = and_si(loadu_si(a), magnitude);
-    for (int i = AT_ONCE; i < KT_SUM_COLUMNS; i += AT_ONCE)
-        most = max_epu16(most, and_si(loadu_si(a + i), magnitude));
-    return reduce_max_epu16(most);
-}
 
 TARGET static inline float find_unit(const uint16_t *a) {
     return kt_int16_unit(find_most(a));
