@@ -107,6 +107,11 @@ def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError
     return InputError(problem, remedy, path=path)
 
 
+def wrong_folder(path: Path | str, problem: str, remedy: str) -> InputError:
+    """Return the error for a folder to read that holds something else than the command reads."""
+    return InputError(problem, remedy, path=path)
+
+
 def absent_path(path: Path | str, remedy: str = "check the path") -> InputError:
     """Return the error for a file or directory to read that does not exist."""
     return InputError("does not exist", remedy, path=path)

@@ -286,7 +286,7 @@ def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) ->
 
 def test_messages_of_the_classes_name_their_arguments() -> None:
     zeros = np.zeros((2, 256, 256), np.uint16)
-    with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .* with parts \(threadpool_count\) 1, 2\.$"):
+    with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .*; use parts \(threadpool_count\) 1, 2\.$"):
         ktconvert.KTExperts.from_bf16(zeros, zeros, zeros, parts=3)
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match=r"^gpu_experts_mask and num_gpu_experts exclude each other; give one of them"):

@@ -121,7 +121,7 @@ def test_layers_option_excludes_missing_layers(manifest, tmp_path, cli, four_lay
     loose = copy_loose(complete, tmp_path / "loose", manifest)
     shutil.rmtree(loose / "_layer_2")
     arguments = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
-    assert "layer 2 has no experts; layers with experts" in cli(*arguments, "--layers", "1-2", code=2).stderr
+    assert "layer 2 has no experts; layers with experts" in cli(*arguments, "--layers", "1-2", code=3).stderr
     cli(*arguments, "--layers", "1,3")
     assert {int(name.split(".")[1]) for name in read_folder(tmp_path / "out")} == {1, 3}
     cli("verify", tmp_path / "out", "--against", source)

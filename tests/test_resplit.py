@@ -311,8 +311,8 @@ def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
         assert all(message in output for message in messages), output
         assert not new.exists()
 
-    check_refusal(converted("int4", 2), 3, "; use int4 (AMXINT4) with --numa 1, 2, 3, 6", numa=4)
-    check_refusal(source, 3, "is a checkpoint, not an output")
+    check_refusal(converted("int4", 2), 3, "; use --numa 1, 2, 3, 6.", numa=4)
+    check_refusal(source, 5, "is a checkpoint, not an output")
     check_refusal(tmp_path / "absent", 5, "does not exist")
     check_refusal(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import attempts, journal, lock
 from rig import conversion, killpoint
@@ -26,7 +26,7 @@ def status(bench: Bench, *options: str, code: int = 0) -> Any:
 def test_output_that_was_not_begun_is_refused(bench):
     assert "does not exist" in status(bench, code=InputError.exit_code)
     bench.output.mkdir()
-    assert "has no conversion" in status(bench, code=OutputError.exit_code)
+    assert "has no conversion" in status(bench, code=InputError.exit_code)
 
 
 def test_finished_output_is_reported(bench):

@@ -56,7 +56,7 @@ def test_output_without_its_manifest_is_refused(copy):
     output = copy("W4A16")
     (output / "manifest.json").unlink()
     report = run_verify(output)
-    assert report["code"] == 3
+    assert report["code"] == 5
     assert "is packed by compressed-tensors, but has no manifest.json; " in report["message"]
 
 

@@ -217,16 +217,19 @@ def require_legal(
 ) -> None:
     """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them.
 
+    others  formats that the caller offers instead; the message names methods only if there are any
     option  the caller's name for the number of slices
     """
     if (reason := explain_illegal_count(fmt, [(hidden, intermediate)], numa)) is None:
         return
+    others = [other for other in others if other.name != fmt.name]
     choices = []
-    for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
-        counts = legal_counts(candidate, [(hidden, intermediate)])
-        if counts:
-            choices.append(f"{candidate.option} ({candidate.name}) with {option} {', '.join(map(str, counts))}")
-    remedy = f"use {'; or '.join(choices)}" if choices else "no method can hold it"
+    for candidate in (fmt, *others):
+        if counts := legal_counts(candidate, [(hidden, intermediate)]):
+            method = f"{candidate.option} ({candidate.name}) with " if others else ""
+            choices.append(f"{method}{option} {', '.join(map(str, counts))}")
+    impossible = "no method can hold it" if others else "no number of slices is possible"
+    remedy = f"use {'; or '.join(choices)}" if choices else impossible
     raise UnsupportedError(
         f"{fmt.name} cannot hold this model in {numa} NUMA slice{'s' * (numa > 1)}: {reason}; {remedy}."
     )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, VerificationError, wrong_folder
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
@@ -84,21 +84,20 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
 
     layers  open only these layers of loose folders
 
-    Raises InputError if there are no weights, UnsupportedError if no experts are in one of our formats, and
-    VerificationError for an unreadable manifest.
+    Raises InputError for a folder without experts in one of our formats, VerificationError for an unreadable manifest.
     """
     if not is_output(root):
         with contextlib.suppress(InputError):
             quantized = read_config(root).get("quantization_config")
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
                 manifest.read_manifest(root)  # raises an error if it is damaged
-                remedy = "restore that file or convert again; otherwise give the directory of an output."
+                remedy = "restore that file or convert again; otherwise give the directory of an output"
                 problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
-                raise UnsupportedError(f"{root}: {problem}; if `ktconvert gpu` wrote it, {remedy}")
+                raise wrong_folder(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
-        if next(root.glob("*.safetensors"), None) is None:
-            raise InputError(f"{root}: has no .safetensors file; {remedy}.")
-        raise UnsupportedError(f"{root}: is a checkpoint, not an output; {remedy}.")
+        has_shards = next(root.glob("*.safetensors"), None) is not None
+        problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"
+        raise wrong_folder(root, problem, remedy)
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:
@@ -197,12 +196,10 @@ def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> Te
 
 
 def _require_trusted(root: Path, record: Manifest) -> None:
-    """Raise VerificationError for a required fact of a wrong type, UnsupportedError for statistics."""
+    """Raise VerificationError for a required fact of a wrong type, InputError for statistics."""
     if record.command == CALIBRATE:
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
-        raise UnsupportedError(
-            f"{root}: contains statistics of a model's experts, but no weights; use it with {readers}."
-        )
+        raise wrong_folder(root, "contains statistics of a model's experts, but no weights", f"use it with {readers}")
     facts = record.facts
     has_sizes = {"experts", "hidden", "intermediate"} <= facts.keys()
     if not has_sizes or not _manifest_format(record).arrangement.is_trusted(facts):

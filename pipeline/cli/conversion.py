@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.errors import OutputError, UsageError, absent_path
+from ktconvert.layouts.errors import UsageError, absent_path, wrong_folder
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -228,10 +228,8 @@ def resume_conversion(options: ResumeOptions) -> None:
             return report_nothing_to_do(options.output, reporter, compared=False)
         if not options.output.exists():
             raise absent_path(options.output)
-        raise OutputError(
-            f"{options.output}: not an unfinished conversion; start one with `ktconvert "
-            f"{'`, `'.join(CONVERSION_OPTIONS)}` or `train`."
-        )
+        remedy = f"start one with `ktconvert {'`, `'.join(CONVERSION_OPTIONS)}` or `train`"
+        raise wrong_folder(options.output, "not an unfinished conversion", remedy)
     if saved.command == TRAIN:
         return _resume_training(options, saved)
     preconditions.check_kernels()

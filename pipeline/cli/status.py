@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import OutputError, absent_path
+from ktconvert.layouts.errors import absent_path, wrong_folder
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
@@ -75,7 +75,7 @@ def status(options: StatusOptions) -> None:
 def read_status(output: Path) -> dict[str, Any]:
     """Return the status of the conversion into this output.
 
-    Raises OutputError if there is none, InputError if the path does not exist.
+    Raises InputError if there is none.
 
     state    "finished", "running" or "stopped"; "running" if a process works on the output, or may do so on a host
              that is not visible from here
@@ -95,9 +95,8 @@ def read_status(output: Path) -> dict[str, Any]:
                 return {"output": str(output), "state": FINISHED}
             if not output.exists():
                 raise absent_path(output)
-            raise OutputError(
-                f"{output}: has no conversion; give the output of one, or start it, as with `ktconvert cpu`."
-            )
+            remedy = "give the output of one, or start it, as with `ktconvert cpu`"
+            raise wrong_folder(output, "has no conversion", remedy)
         try:
             document = _read_work_directory(paths, saved)
         except FileNotFoundError:

@@ -139,7 +139,10 @@ def require_complete(source: TensorSource, feature: str, reason: str) -> None:
 
 
 def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") -> tuple[int, ...]:
-    """Return the layer numbers in text like "3-60,62" or "all". Raises UsageError for other text and missing layers."""
+    """Return the layer numbers in text like "3-60,62" or "all".
+
+    Raises UsageError for other text, UnsupportedError for layers that the model does not have.
+    """
     if text == "all":
         return present
     chosen: set[int] = set()
@@ -151,7 +154,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
             raise UsageError(f"{flag} {text}: the range {first}-{last} is reversed; write {last}-{first}.")
         missing = [layer for layer in range(first, min(last, first + 100_000) + 1) if layer not in present]
         if missing:
-            raise UsageError(
+            raise UnsupportedError(
                 f"{flag} {text}: layer {missing[0]} has no experts; layers with experts: {format_ranges(present)}."
             )
         chosen.update(range(first, last + 1))
