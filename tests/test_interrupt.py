@@ -176,3 +176,24 @@ def test_edited_input_stops_the_conversion(five_layers, tmp_path, name):
     result = conversion.ktconvert("cpu", "-i", source, "-o", output)
     assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
+
+
+@pytest.mark.parametrize(
+    "swallow",
+    [
+        "class Late:\n    def __del__(self): raise KeyboardInterrupt\nLate()",
+        "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt as error:\n    raise ImportError from error",
+    ],
+    ids=["ignored", "replaced"],
+)
+def test_an_interrupt_that_an_import_swallows_ends_the_process(swallow, tmp_path):
+    """C code and destructors ignore exceptions, and imports may raise their own."""
+    program = (
+        "import sys\n"
+        "from ktconvert.pipeline import cli\n"
+        f"cli.group.invoke = lambda _: exec({swallow!r})\n"
+        "sys.argv = ['ktconvert', 'version']\n"
+        "cli.main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")

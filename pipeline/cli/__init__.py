@@ -88,7 +88,7 @@ OTHER_WORDS = {
 }
 
 # Options of other commands that people try -> what they mean
-OTHER_OPTIONS = {("eval", "--dataset"): ["--text"], ("eval", "--max-tokens"): ["--max-windows"]}
+OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"]}
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit
@@ -224,6 +224,7 @@ def main() -> None:
     _open_streams()
     _reset_signals()
     warnings.showwarning = _print_warning
+    sys.unraisablehook = _report_unraisable
     try:
         if instruction := os.environ.get(COMPLETE):
             from click.shell_completion import shell_complete
@@ -249,6 +250,8 @@ def main() -> None:
     except MemoryError:
         _fail("not enough memory; set --max-memory or lower --threads, then resume.", 4)
     except Exception as error:
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # such as one during an import
+            _fail("interrupted.", 130)
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
             from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
@@ -285,6 +288,14 @@ def _reset_signals() -> None:
     """Reset signal handlers: shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """End the process after a Ctrl-C that Python or C code would ignore, such as one in an import; report the rest."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _print(sys.stderr, "\nktconvert: interrupted.")
+        os._exit(130)
+    sys.__unraisablehook__(unraisable)
 
 
 def _describe_usage(error: click.ClickException) -> str:
