@@ -34,12 +34,12 @@ def find_missing(packages: Sequence[str]) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from where ktconvert itself was installed.
+    """Return the command that installs an extra, or several with commas, from where ktconvert itself was installed.
 
     Without an NVIDIA GPU, it installs torch for the CPU first, if torch is missing and the extra needs it.
     """
     commands = [f"pip install {_requirement(extra, _read_origin())}"]
-    if extra in NEED_TORCH and find_spec("torch") is None and not NVIDIA_DRIVER.exists():
+    if NEED_TORCH.intersection(extra.split(",")) and find_spec("torch") is None and not NVIDIA_DRIVER.exists():
         commands.insert(0, INSTALL_CPU_TORCH)
     pip = _find_pip()
     return " && ".join(command.replace("pip", pip, 1) for command in commands)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts import extras
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.pipeline.cli.up import SETUP, read_setup
 from rig import conversion, gguf, killpoint
@@ -52,6 +53,14 @@ def ask(url: str) -> str:
     with urllib.request.urlopen(request, timeout=60) as answer:
         text: str = json.loads(answer.read())["choices"][0]["message"]["content"]
     return text
+
+
+def test_missing_packages_are_named_together(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    result = conversion.run_in_process("up", NAME, "-o", tmp_path / "server", *OPTIONS)
+    message = str(result.exception)
+    assert all(text in message for text in ("huggingface_hub, ", "fastapi", "[hub,serve]")), message
 
 
 def test_a_killed_setup_continues_and_ends_with_a_server_that_answers(hub, tmp_path):

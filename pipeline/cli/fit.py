@@ -77,7 +77,7 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
     from ktconvert.pipeline.fit.steps import list_steps, suggest_comparison, suggest_map
 
     target = describe_machine(options.target)
-    runtime = _choose_runtime(options.target, target)
+    runtime = choose_runtime(options.target, target)
     read = read_model(options, target.numa, runtime, pinned=run_here)
     use = _describe_use(options.target, runtime, read.shape.positions)
     if read.note:
@@ -142,7 +142,8 @@ def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
     return (known.memory,) * int(match[1] or 1), known
 
 
-def _choose_runtime(options: Target, target: Machine) -> str:
+def choose_runtime(options: Target, target: Machine) -> str:
+    """Return the server that is given, else the one for the machine. Raises UsageError if it cannot be used."""
     from ktconvert.pipeline.fit.estimate import KTCONVERT, SGLANG
 
     runtime = options.runtime or (SGLANG if target.vram else KTCONVERT)

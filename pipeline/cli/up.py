@@ -14,7 +14,7 @@ from typing import Any
 import click
 import msgspec
 
-from ktconvert.layouts.errors import OutputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import MissingPackageError, OutputError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.documents import Number, decode_document, encode_indented
 from ktconvert.layouts.outputs import launch
@@ -22,13 +22,14 @@ from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import command, find_given_options
-from ktconvert.pipeline.cli.fit import format_document, predict
+from ktconvert.pipeline.cli.fit import choose_runtime, describe_machine, format_document, predict
 from ktconvert.pipeline.fit.steps import Step, find_stem
 from ktconvert.pipeline.options.declare import option_fields, to_json_value, with_values
 from ktconvert.pipeline.options.queries import UpOptions
 from ktconvert.pipeline.report.progress import Reporter
 
 SETUP = "up.json"
+HUB = "huggingface_hub"  # package of the extra [hub]
 CALL_OPTIONS = ("output", "yes", "dry_run", "port")  # which may differ in the next call
 
 
@@ -58,7 +59,12 @@ def up(options: UpOptions) -> None:
     setup = read_setup(folder)
     is_new = setup is None
     if setup is None:
-        setup = _plan_setup(options, folder)
+        try:
+            setup = _plan_setup(options, folder)
+        except MissingPackageError:
+            if not options.dry_run:
+                _require_all_packages(options)
+            raise
     else:
         _require_same_options(setup, folder)
     setup.finished = _count_finished(setup, folder)
@@ -159,6 +165,16 @@ def _require_packages(setup: Setup) -> None:
         from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
 
         require_packages("`ktconvert serve`", REQUIRED_PACKAGES["serve"], "serve")
+
+
+def _require_all_packages(options: UpOptions) -> None:
+    """Raise MissingPackageError, naming also those of our server, if the package for the download is missing."""
+    from ktconvert.layouts.extras import find_missing, require_packages
+    from ktconvert.pipeline.fit.estimate import KTCONVERT
+    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
+
+    if find_missing([HUB]) and choose_runtime(options.target, describe_machine(options.target)) == KTCONVERT:
+        require_packages("`ktconvert up`", (HUB, *REQUIRED_PACKAGES["serve"]), "hub,serve")
 
 
 def _ask(folder: Path) -> None:
