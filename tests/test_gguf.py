@@ -469,7 +469,7 @@ def test_families_can_share_an_architecture(arch: str, family: str, changes: dic
 def test_unsupported_commands_and_options_refuse_gguf(tmp_path: Path, cli: Cli) -> None:
     source = write_small(tmp_path / "m.gguf")
     for command, options, code, message in (
-        ("gpu", ("--quant-method", "RTN"), 3, "`ktconvert gpu` does not support GGUF"),
+        ("gpu", ("--quant-method", "RTN"), 3, f"{source}: `ktconvert gpu` does not support GGUF"),
         ("dequantize", (), 3, "`ktconvert dequantize` does not support GGUF"),
         ("cpu", ("--non-experts", "copy"), 3, "--non-experts copy does not support GGUF"),
         ("cpu", ("--input-type", "bf16"), 5, "the experts are Q8_0"),

@@ -281,14 +281,14 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
 def test_a_parent_without_folders_is_named(source):
     """/proc refuses new folders as if their parent were missing."""
     remedy = "(No such file or directory); choose an output in a different directory."
-    conversion.check_refusal(convert(source, Path("/proc/out")), 7, f"/proc/out.work: cannot be created {remedy}")
+    conversion.check_refusal(convert(source, Path("/proc/out")), 7, f"/proc/out: cannot be created {remedy}")
 
 
 def test_a_read_only_parent_is_named(source, output):
     output.parent.chmod(0o555)
     remedy = f"choose an output in a different directory, or make {output.parent} writable."
     problem = f"cannot be created (Permission denied); {remedy}"
-    for missing, refused in ((output, f"{output}.work"), (output / "deeper", output)):
+    for missing, refused in ((output, output), (output / "deeper", output)):
         conversion.check_refusal(convert(source, missing, prefix=WITHOUT_ROOT_RIGHTS), 7, f"{refused}: {problem}")
 
 

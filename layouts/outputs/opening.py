@@ -87,13 +87,14 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
     Raises InputError for a folder without experts in one of our formats, VerificationError for an unreadable manifest.
     """
     if not is_output(root):
+        quantized = None
         with contextlib.suppress(InputError):
             quantized = read_config(root).get("quantization_config")
-            if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
-                manifest.read_manifest(root)  # raises an error if it is damaged
-                remedy = "restore that file or convert again; otherwise give the directory of an output"
-                problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
-                raise wrong_folder(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
+        if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
+            manifest.read_manifest(root)  # raises an error if it is damaged
+            remedy = "restore that file or convert again; otherwise give the directory of an output"
+            problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
+            raise wrong_folder(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
         has_shards = next(root.glob("*.safetensors"), None) is not None
         problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"

@@ -147,7 +147,7 @@ def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
         try:
             require_ours(root)
             with explain_full_disk(root / "lock"):
-                make_private_folder(root)
+                make_private_folder(root, output)
                 _take_locks(lock, output, share)
             return lock
         except BaseException as error:

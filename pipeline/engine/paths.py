@@ -109,11 +109,11 @@ def has_content(path: Path, nbytes: int, sha256: str) -> bool:
         return False
 
 
-def make_private_folder(root: Path) -> None:
+def make_private_folder(root: Path, output: Path) -> None:
     """Make a work directory that only its user can enter, or accept one that this user made.
 
-    Raises OutputError for a folder of a different user, who could put links where we write and remove, and for one that
-    its file system does not allow.
+    Raises OutputError for a folder of a different user, who could put links where we write and remove, and, naming the
+    output, for one that its file system does not allow.
     """
     publish.make_folder(root.parent)
     try:
@@ -122,6 +122,8 @@ def make_private_folder(root: Path) -> None:
         return
     except FileExistsError:
         pass
+    except OutputError as error:
+        raise error.with_path(output) from None
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:

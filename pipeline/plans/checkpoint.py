@@ -124,7 +124,7 @@ def require_whole(source: TensorSource, feature: str) -> None:
         title = source.container.title
         problem = f"{feature} does not support {title}: llama.cpp's converter permutes and splits non-expert tensors"
         remedy = "use the model's safetensors release"
-        raise UnsupportedError(f"{source.root}: {problem}; {remedy}.")
+        raise UnsupportedError(problem, remedy, path=source.shards[0].path)
 
 
 def require_complete(source: TensorSource, feature: str, reason: str) -> None:
