@@ -290,7 +290,6 @@ def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
     ("line", "hint"),
     [
         ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
-        ("eval MODEL --dataset x", "Did you mean '?--text"),
         ("eval MODEL --max-tokens 5", "Did you mean '?--max-windows"),
     ],
 )
@@ -330,3 +329,15 @@ def test_help_all_lists_every_option_once_and_ignored_ones_last(name: str) -> No
     declared = [each.declaration for each in option_fields(command.settings) if isinstance(each.declaration, Option)]
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert not any(each.ignored for each in declared) or headings[-1] == "Ignored options of kt-kernel:"
+
+
+def test_words_are_shown_as_they_are_written_in_help_and_messages(cli: Any) -> None:
+    assert "--quant-type [W4A16|W8A16]" in " ".join(cli("gpu", "--help").stdout.split())
+    assert "'int4' is not one of 'W4A16', 'W8A16'" in cli("gpu", "a", "b", "--quant-type", "int4", code=2).stderr
+
+
+def test_data_sets_and_texts_have_the_same_options(tmp_path: Path, cli: Any, example: Path) -> None:
+    text = tmp_path / "absent.txt"
+    for command in ("calibrate", "gpu"):
+        assert f"{text}: no such file" in cli(command, example, tmp_path / "o", "--text", text, code=5).stderr
+    assert f"{text}: does not exist" in cli("eval", example, "--gpu-weights", example, "--dataset", text, code=5).stderr

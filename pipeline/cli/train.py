@@ -63,7 +63,7 @@ def start(options: TrainOptions) -> None:
         as_json = options.reporting.json_events
         dry_run.show_plans([plan], as_json=as_json, overwrite=existing.overwrite)
         if not as_json:
-            click.echo("\n".join(["", "memory besides the converted experts", *format_table(rows)]))
+            click.echo("\n".join(["", "of this memory, besides libraries and converted experts", *format_table(rows)]))
         return
     if existing.force_unlock:
         commands.remove_lock(plan.locate(), reporter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -36,6 +36,7 @@ from ktconvert.pipeline.options.types import (
     PathOrHubId,
     Size,
     Text,
+    WordChoice,
 )
 from ktconvert.quantizers import GROUP_SIZES
 from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
@@ -56,11 +57,6 @@ REFUSED_METHODS = {
 }
 PLAIN_METHODS = {"moe_int4": AOCL, "moe_int8": AOCL}
 UNSUPPORTED_METHODS = REFUSED_METHODS | PLAIN_METHODS
-
-
-def choice(words: Iterable[str]) -> click.Choice[str]:
-    """Return a choice of words in any case."""
-    return click.Choice(tuple(words), case_sensitive=False)
 
 
 def shard_size_option(unset: str) -> Any:
@@ -159,7 +155,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     output: Path = groups.output_option("out")
     input_type: str | None = tuning_option(
         "Expected encoding of the experts; a mismatch is an error.",
-        choice(input_types()),
+        WordChoice(input_types()),
         unset="from the headers",
         group=Group.ADVANCED,
     )
@@ -185,7 +181,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     scale: str = weights_option(
         "How scales are chosen; gptq runs the model on text.",
-        choice(QUANTIZERS),
+        WordChoice(QUANTIZERS),
         default=ABSMAX.name,
         group=Group.QUANTIZATION,
     )
@@ -198,7 +194,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     layout: str | None = weights_option(
         "File layout: NUMA slices (numa), kt-kernel's native checkpoints (kt), or its aarch64 build (plain).",
-        choice(LAYOUTS),
+        WordChoice(LAYOUTS),
         unset="the method's first layout",
         group=Group.ADVANCED,
     )
@@ -225,7 +221,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     kept_layers: tuple[int, ...] | None = record(Effect.FILES, "--resume-layer")
     non_experts: str = files_option(
         "Non-expert tensors: skip, copy, or keep (for a whole model).",
-        choice(["skip", "copy", "keep"]),
+        WordChoice(["skip", "copy", "keep"]),
         default="skip",
         group=Group.OUTPUT,
     )
@@ -259,13 +255,13 @@ class GpuOptions(QuantizationOptions, command="gpu"):
     output: Path = groups.output_option("out", "--output-dir")
     quant_method: str = weights_option(
         "GPTQ (calibrates on a data set) or RTN (rounds to nearest; fast, no data).",
-        choice(["GPTQ", "RTN"]),
+        WordChoice(["GPTQ", "RTN"]),
         default="GPTQ",
         group=Group.QUANTIZATION,
     )
     quant_type: str = weights_option(
         "Output format: 4 or 8 bits, symmetric, with one BF16 scale per group of columns.",
-        choice(formats_by_option("gpu")),
+        WordChoice(formats_by_option("gpu")),
         default="W8A16",
         group=Group.QUANTIZATION,
     )
@@ -277,7 +273,7 @@ class GpuOptions(QuantizationOptions, command="gpu"):
     )
     rounding: str = weights_option(
         "Rounding: llmcompressor's bits (library), or one rounding less (float32).",
-        choice(["library", "float32"]),
+        WordChoice(["library", "float32"]),
         default="library",
         group=Group.ADVANCED,
     )
@@ -289,13 +285,13 @@ class GpuOptions(QuantizationOptions, command="gpu"):
     )
     engine: str = weights_option(
         "GPTQ implementation: layer by layer (stream), or llmcompressor on the whole model (oneshot).",
-        choice(["stream", "oneshot"]),
+        WordChoice(["stream", "oneshot"]),
         default="stream",
         group=Group.ADVANCED,
     )
     torch_dtype: str = weights_option(
         "Dtype that experts are rounded from; only bfloat16 is supported.",
-        choice(["bfloat16", "float16", "float32"]),
+        WordChoice(["bfloat16", "float16", "float32"]),
         default="bfloat16",
         group=Group.ADVANCED,
     )

@@ -79,7 +79,7 @@ class Option:
 
     type      reads a value; by default it follows from the field's annotation
     flags     spellings, if they do not follow from the name
-    aliases   kt-kernel's spellings; only --help-all lists them
+    aliases   other spellings, such as kt-kernel's; only --help-all lists them
     argument  name of the positional argument that may replace the flags; without flags, the field's name
     unset     shown as the default if None, False or an empty text would not explain it
     ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect

@@ -79,7 +79,7 @@ class EvalOptions(ModelOptions):
         "Model converted for the GPU (or use --cpu-weights).", FilePath(), group=Group.EXPERTS
     )
     adapter: Path | None = declare(ADAPTER)
-    text: Path = option("UTF-8 text file that both models read.", FilePath(), default=REQUIRED)
+    text: Path = option("UTF-8 text file that both models read.", FilePath(), default=REQUIRED, aliases=("--dataset",))
     window: int = option("Number of tokens per window.", Integer(min=2), default=512)
     skip_windows: int = option("Number of windows to skip at the beginning.", Integer(min=0), default=0)
     max_windows: int | None = option("Maximum number of windows to read.", Integer(min=1), unset="all")

@@ -262,6 +262,7 @@ class Samples(Options):
         PathOrHubId(absolute=True),
         default="HuggingFaceH4/ultrachat_200k",
         group=Group.CALIBRATION,
+        aliases=("--text",),
     )
     dataset_split: str = weights_option(
         "Split of a data set from the hub.", default="train_sft", group=Group.CALIBRATION_DETAILS

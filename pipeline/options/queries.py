@@ -9,7 +9,6 @@ import click
 
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.conversion_options import choice
 from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Option, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
     ACTIVATIONS,
@@ -35,6 +34,7 @@ from ktconvert.pipeline.options.types import (
     SizeList,
     Text,
     TokenCountList,
+    WordChoice,
 )
 
 CONFIG = Option("Model that provides everything but the experts (for a GGUF).", PathOrHubId(absolute=True))
@@ -241,7 +241,7 @@ class VerifyOptions(Options, command="verify"):
     revision: str | None = option("Branch, tag or commit, if --against is a hub id.", group=Group.ADVANCED)
     numa: int | None = option("Required number of NUMA slices.", Integer(min=1), group=Group.CHECKS)
     quant_method: str | None = option(
-        "Required format; kt-kernel does not notice a wrong one.", choice(FORMAT_BY_WORD), group=Group.CHECKS
+        "Required format; kt-kernel does not notice a wrong one.", WordChoice(FORMAT_BY_WORD), group=Group.CHECKS
     )
     arch: ArchFile = ArchFile()
     full: bool = option(

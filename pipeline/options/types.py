@@ -185,6 +185,19 @@ class Text(click.types.StringParamType):
         return text
 
 
+class WordChoice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """One of some words in any case; help and messages show them as they are written here, not in lower case."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        super().__init__(tuple(words), case_sensitive=False)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(self.choices)}]"
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"{value!r} is not one of {', '.join(map(repr, self.choices))}."
+
+
 class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
     """Words of a choice in any case, separated by commas. Each word makes an output of its own.
 
