@@ -19,7 +19,7 @@ from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
-from ktconvert.layouts.text import write_repr
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16

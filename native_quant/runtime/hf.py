@@ -25,9 +25,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.tensors import format_ranges
-from ktconvert.layouts.text import write_repr
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path

@@ -16,9 +16,9 @@ import torch
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
 from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
-from ktconvert.layouts.text import write_repr
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.arguments import describe, require_integer, require_one_of, require_path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.text import write_repr
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.pipeline.report.text import plural, size
 
 if TYPE_CHECKING:
