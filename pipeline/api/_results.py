@@ -130,7 +130,7 @@ class KTReport:
     def __repr__(self) -> str:
         """Return output, source, the result of each check, and the first problem."""
         checks = {each.name: plural(len(each.problems), "problem") if each.problems else "ok" for each in self.checks}
-        failure = {} if self.ok else {"sentence": self.sentence}
+        failure: dict[str, Any] = {} if self.ok else {"sentence": self.sentence}
         return write_repr(self, output=str(self.output), ok=self.ok, against=self.against, checks=checks, **failure)
 
     def __bool__(self) -> bool:
