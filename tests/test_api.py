@@ -32,7 +32,7 @@ from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.python_names import use_python_names
 from ktconvert.pipeline.options.queries import VerifyOptions
-from rig import conversion
+from rig import conversion, stored
 from rig.absent import hide_package
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,14 +116,19 @@ def test_the_stub_follows_from_the_options() -> None:
 def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:
     output = tmp_path / "out"
     (plan,) = ktconvert.plan("cpu", input=example, output=output, quant_method="int8")
-    assert repr(plan).startswith(f"KTPlan(output={output!r}, facts={{'architecture': 'Qwen3-MoE")
+    assert repr(plan).startswith(f"KTPlan(output={str(output)!r}, architecture='Qwen3-MoE")
+    assert "method='AMXINT8'" in repr(plan) and "units='2 files, " in repr(plan)
     ktconvert.convert("cpu", input=example, output=output, quant_method="int8", threads=10**9)  # capped at the CPUs
     report = ktconvert.verify(output, against=example)
     for printed in (plan, plan.units[0], report):
         assert len(repr(printed)) < 1500
     assert report and report.ok
     conversion.flip_bit(next(output.glob("*.safetensors")), -5)
-    assert not ktconvert.verify(output, full=True)
+    assert f"ok=True, against={str(example)!r}, checks={{'files': 'ok', " in repr(report)
+    failed = ktconvert.verify(output, full=True)
+    assert not failed and "'hashes': '1 problem'" in repr(failed) and f"sentence={failed.sentence!r}" in repr(failed)
+    assert repr(failed.checks[0]) == f"KTCheck(name='files', result={failed.checks[0].result!r})"
+    assert "KTCheck(name='hashes', problems=['model-" in repr(failed.checks)
 
 
 def test_progress_is_called_and_nothing_is_printed(
@@ -217,16 +222,22 @@ def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert failed == 0 and tried > 10
 
 
-def test_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
-    """Each snippet of docs/how-to/use-from-python.md has its imports, and runs in a clone of the repository."""
+@pytest.mark.parametrize(("name", "least"), [("use-from-python", 5), ("gguf", 1)])
+def test_snippets_of_the_page_run(
+    name: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path
+) -> None:
+    """Each snippet of a page has its imports, and runs in a clone of the repository."""
     pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
     (tmp_path / "examples").symlink_to(example.parent)
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "how-to" / "use-from-python.md").read_text()
+    page = (ROOT / "docs" / "how-to" / f"{name}.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     for snippet in snippets:
         exec(snippet, {})
-    assert len(snippets) > 4
+    assert len(snippets) >= least
+    for written in tmp_path.glob("*.gguf"):
+        assert ktconvert.KTExperts.load(written, 0).method == "LLAMAFILE"
 
 
 def test_results_have_only_documented_attributes(tmp_path: Path, example: Path) -> None:
@@ -289,6 +300,9 @@ def test_messages_of_the_classes_name_their_arguments() -> None:
     with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .*; use parts \(threadpool_count\) 1, 2\.$"):
         ktconvert.KTExperts.from_bf16(zeros, zeros, zeros, parts=3)
     pytest.importorskip("transformers")
+    mask = [[True, False], [False, False], [True, True]]
+    config = ktconvert.KTConvertConfig(cpu_weights="out", gpu_experts_mask=mask)
+    assert repr(config) == "KTConvertConfig(cpu_weights='out', gpu_experts_mask='bool [3, 2]')"
     with pytest.raises(UsageError, match=r"^gpu_experts_mask and num_gpu_experts exclude each other; give one of them"):
         ktconvert.KTConvertConfig(gpu_experts_mask="mask.safetensors", num_gpu_experts=1)
 
@@ -411,6 +425,13 @@ def test_arguments_of_the_command_line_or_of_another_function_have_a_remedy(
     with pytest.raises(ArgumentError, match=remedy):
         function("cpu", input=example, output=tmp_path / "out", **option)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_with_an_unknown_activation_are_converted_with_a_description(tmp_path: Path, example: Path) -> None:
+    source = stored.model(example, tmp_path / "in", "BF16")
+    stored.configure(source, hidden_act="xielu")
+    with pytest.raises(UnsupportedError, match=r"; convert it with ktconvert\.convert\(\.\.\., arch_file=FILE\)"):
+        ktconvert.KTExperts.load(source, 0)
 
 
 @pytest.mark.parametrize("name", ["hidden", "num_experts", "layer", "method"])

@@ -234,6 +234,11 @@ def test_commands_of_kt_kernel_only_change_the_name_of_the_program() -> None:
 # ---- exit codes, JSON, environment ----------------------------------------------------------------------------------
 
 
+def test_pages_have_no_attributes_that_only_the_site_understands() -> None:
+    """GitHub would print `{ .class }`; docs/site/hooks.py adds such attributes."""
+    assert [page.name for page in PAGES if re.search(r"\{ ?[.#][\w-]+[^}`]*\}", page.read_text())] == []
+
+
 def test_every_exit_code_is_documented() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KTConvertError)]
     rows = [rf"{error.exit_code} \| `{error.__name__}`" for error in classes]

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 CHANGELOG = "changelog.md"
 COMMANDS = "reference/commands/"
 OPTION_ROW = re.compile(r"^\| (?=(?:`-\w`, )?`--([\w-]+)`)", re.MULTILINE)  # of a table; its first long name
+LINK_LINE = re.compile(r"^\[[^\]]+\]\([^)]+\)$", re.MULTILINE)  # a button on the first page
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\\\[|\\\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -27,7 +28,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Rewrite links that leave docs/, and give each option of a command an anchor; code stays as it is."""
+    """Rewrite links that leave docs/, give options of commands anchors, and make buttons; code stays as it is."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def one(match: re.Match[str]) -> str:
@@ -46,6 +47,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         parts += [LINK.sub(one, markdown[last : block.start()]), block[0]]
         last = block.end()
     text = "".join([*parts, LINK.sub(one, markdown[last:])])
+    if page.file.src_uri == "index.md":  # not in the page, because GitHub would print these attributes
+        page.meta["hide"] = ["navigation", "toc"]
+        text = LINK_LINE.sub(r"\g<0>{ .md-button }", text).replace(" }", " .md-button--primary }", 1)
     if page.file.src_uri.startswith(COMMANDS):
         text = OPTION_ROW.sub(r'| <a class="option" id="\1" href="#\1" aria-label="Link to --\1"></a>', text)
     return text

@@ -239,7 +239,7 @@ def _require_constants(
     constants, problem = ACTIVATIONS[function.activation].constants, f"{family}: experts compute {function.activation}"
     if function.limit and LIMIT not in constants:
         raise UnsupportedError(
-            f"{problem}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}"
+            f"{problem}, which has no limit, but their limit is {function.limit:g}", CHOOSE_ACTIVATION
         )
     is_own = function.activation == row.activation
     for constant in constants:
@@ -247,7 +247,7 @@ def _require_constants(
         if is_missing or not (getattr(function, constant.field) or constant.may_be_zero):
             keys = " or ".join(_name_setting(config, key) for key in constant.keys)
             remedy = f"give --arch-file with activation and {constant.field} = its value"
-            raise UnsupportedError(f"{problem}, but {constant.field} ({keys}) is missing; {remedy}")
+            raise UnsupportedError(f"{problem}, but {constant.field} ({keys}) is missing", remedy)
 
 
 def states_constants(config: dict[str, Any]) -> bool:
@@ -262,11 +262,11 @@ def _find_activation(row: ExpertFunction, config: dict[str, Any], family: str) -
     setting = f"{_name_setting(config, entry[0])} is {json.dumps(entry[1])}"
     meant = HIDDEN_ACTS.get(str(entry[1]).lower())
     if meant is None:
-        raise UnsupportedError(f"{setting}, an unknown activation; {CHOOSE_ACTIVATION}")
+        raise UnsupportedError(f"{setting}, an unknown activation", CHOOSE_ACTIVATION)
     if row.activation in meant:
         return row.activation
     if row.activation != "silu":
-        raise UnsupportedError(f"{setting}, but experts of {family} compute {row.formula}; {CHOOSE_ACTIVATION}")
+        raise UnsupportedError(f"{setting}, but experts of {family} compute {row.formula}", CHOOSE_ACTIVATION)
     return meant[0]
 
 
@@ -289,7 +289,7 @@ def _refuse_unknown_limits(config: dict[str, Any]) -> None:
             if LIMITING.search(str(key)) and key not in (*LIMIT_KEYS, *OTHER_LIMITS) and value:
                 setting = f"{_name_setting(config, key)} = {json.dumps(value)}"
                 problem = f"{setting} may limit the experts, and ktconvert does not know it"
-                raise UnsupportedError(f"{problem}; give --arch-file with their activation and limit")
+                raise UnsupportedError(problem, "give --arch-file with their activation and limit")
 
 
 def _read_constant(constant: Constant, config: dict[str, Any], layer: int) -> float | None:

@@ -225,7 +225,7 @@ def _find_style(
     family_names = ", ".join(cfg.list_families(source.config)) or "a model without a config"
     if len(hits) > 1:
         ways = "; ".join(" + ".join(getattr(style, p) for p in style.matrices) for style in hits)
-        raise UnsupportedError(f"{family_names}: experts of several forms ({ways}); choose with --arch-file")
+        raise UnsupportedError(f"{family_names}: experts of several forms ({ways})", "choose with --arch-file")
     if not hits and not scan.foreign:
         raise _make_unrecognized_error(family_names, source, archs)
     if known is not None or not hits:
@@ -250,7 +250,7 @@ def _select_layers(scan: NameScan, limit: tuple[str, int] | None) -> tuple[str, 
     prefixes = sorted({prefix for prefix, _ in scan.layers})
     if len(prefixes) != 1:
         examples_text = ", ".join(map(repr, prefixes))
-        raise UnsupportedError(f"has experts under several prefixes ({examples_text}); choose one with --arch-file")
+        raise UnsupportedError(f"has experts under several prefixes ({examples_text})", "choose one with --arch-file")
     numbers = sorted(n for _, n in scan.layers)
     if numbers[-1] >= MOST_LAYERS:
         name = scan.layers[prefixes[0], numbers[-1]].names[0]
@@ -323,14 +323,14 @@ def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Seq
     if not candidates:
         key = recorded_count[0] if recorded_count else ""
         return UnsupportedError(
-            f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
+            f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs", remedy
         )
     examples = list({NUMBER.sub("#", name): name for name in reversed(candidates)}.values())[::-1]
     examples_text = ", ".join(map(repr, examples[:MOST_NAMES])) + (" and others" if len(examples) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
     return UnsupportedError(
-        f"{family_names}: its experts are not stored as any known family's (tensors {examples_text}); {remedy}. "
-        f"Known are: {rows}",
+        f"{family_names}: its experts are not stored as any known family's (tensors {examples_text})",
+        f"{remedy}. Known are: {rows}",
         tensor=examples[0],
     )
 

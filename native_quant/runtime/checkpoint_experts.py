@@ -43,6 +43,12 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
 from ktconvert.quantizers.reference import bf16_to_f32
 
+# Callers are in Python or on the command line, and only conversions read a description of experts.
+CONVERT_WITH_ROW = (
+    "convert it with ktconvert.convert(..., arch_file=FILE), or `ktconvert cpu --arch-file FILE`, where FILE describes "
+    "the experts, and load the output"
+)
+
 
 @dataclass(frozen=True)
 class CheckpointExperts(ExpertSource):
@@ -266,10 +272,12 @@ def _open_model(path: Path, state: frozenset[FileStatus]) -> MoeModel:
 
 @contextlib.contextmanager
 def _advise_conversion(path: Path) -> Iterator[None]:
-    """Replace the remedy of errors in an output of ktconvert: convert again, instead of downloading again."""
+    """Replace remedies: convert an output of ktconvert again, and describe a model's experts when it is converted."""
     try:
         yield
-    except InputError as error:
-        if not error.remedy or _read_native_output(path) is None:
+    except (InputError, UnsupportedError) as error:
+        if "--arch-file" in error.remedy:
+            raise error.with_remedy(CONVERT_WITH_ROW) from error
+        if not error.remedy or not isinstance(error, InputError) or _read_native_output(path) is None:
             raise
         raise error.with_remedy(CONVERT_AGAIN) from error

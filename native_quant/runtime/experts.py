@@ -19,6 +19,7 @@ from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16
@@ -396,8 +397,7 @@ class KTExperts:
         """Return path, method and sizes."""
         names = ("layer", "method", "num_experts", "hidden", "intermediate", "parts")
         values = {"path": self.source and str(self.source), **{name: getattr(self, name) for name in names}}
-        state = "" if self._memory else ", closed"
-        return f"KTExperts({', '.join(f'{name}={value!r}' for name, value in values.items())}{state})"
+        return write_repr(self, "" if self._memory else "closed", **values)
 
     def __copy__(self) -> KTExperts:
         """Return experts that share the read-only weights and threads, and are closed separately."""

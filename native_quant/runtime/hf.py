@@ -8,6 +8,7 @@ weights, so that it reads none of the checkpoint's expert tensors.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import os
 import re
@@ -24,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant._ktq import lib
@@ -91,6 +93,14 @@ class KTConvertConfig(QuantizationConfigMixin):
         self.gpu_experts_mask = None if gpu_experts_mask is None else hot_experts.parse_mask(gpu_experts_mask)
         count = num_gpu_experts
         self.num_gpu_experts = None if count is None else require_integer("num_gpu_experts", count, 0)
+
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults; only the shape of a mask."""
+        defaults = {name: each.default for name, each in inspect.signature(KTConvertConfig).parameters.items()}
+        values = {name: value for name, value in vars(self).items() if name in defaults and value != defaults[name]}
+        if isinstance(mask := values.get("gpu_experts_mask"), list):
+            values["gpu_experts_mask"] = f"bool [{len(mask)}, {len(mask[0])}]"
+        return write_repr(self, **values)
 
 
 register_quantization_config(NAME)(KTConvertConfig)  # as a decorator, it would hide the fields from type checkers

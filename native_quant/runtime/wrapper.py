@@ -16,6 +16,7 @@ import torch
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
 from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
@@ -167,8 +168,8 @@ class KTMoEWrapper:
         """Return path, method and sizes."""
         sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "threadpool_count")
         names = ("layer_idx", "method", "weight_path", *sizes)
-        state = "" if self.moe else ", no weights loaded"
-        return f"KTMoEWrapper({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}{state})"
+        state = "" if self.moe else "no weights loaded"
+        return write_repr(self, state, **{name: getattr(self, name) for name in names})
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:

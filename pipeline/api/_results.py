@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ktconvert.layouts.reprs import write_repr
+from ktconvert.pipeline.report.text import plural, size
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.engine.plan import Plan
     from ktconvert.pipeline.verify.verify import Report
+
+SHOWN_FACTS = ("architecture", "method", "numa")  # in the repr of a plan
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class KTUnit:
     bytes_out: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KTPlan:
     """The plan of one output, which `ktconvert.plan` returns.
 
@@ -43,11 +48,17 @@ class KTPlan:
     output: Path
     facts: Mapping[str, Any]
     notes: list[str]
-    serving: str = field(repr=False)
-    units: list[KTUnit] = field(repr=False)
+    serving: str
+    units: list[KTUnit]
+
+    def __repr__(self) -> str:
+        """Return output, model, method, the number and size of the files, and notes."""
+        facts = {name: self.facts[name] for name in SHOWN_FACTS if name in self.facts}
+        units = f"{plural(len(self.units), 'file')}, {size(sum(unit.bytes_out for unit in self.units))}"
+        return write_repr(self, output=str(self.output), **facts, units=units, notes=self.notes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KTCheck:
     """A check of a report.
 
@@ -61,8 +72,13 @@ class KTCheck:
     name: str
     result: str
     problems: list[str]
-    notes: list[str] = field(repr=False)
-    remedy: str = field(repr=False)
+    notes: list[str]
+    remedy: str
+
+    def __repr__(self) -> str:
+        """Return the name and the result, or the problems."""
+        shown = "problems" if self.problems else "result"
+        return write_repr(self, name=self.name, **{shown: getattr(self, shown)})
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ class KTProjectionError:
     worst_relative_error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KTReport:
     """The report of a verification, which `ktconvert.verify` returns. It is true if no check failed.
 
@@ -105,11 +121,17 @@ class KTReport:
     output: Path
     ok: bool
     sentence: str | None
-    problems: list[str] = field(repr=False)
-    notes: list[str] = field(repr=False)
+    problems: list[str]
+    notes: list[str]
     against: str | None
-    checks: list[KTCheck] = field(repr=False)
-    errors: list[KTProjectionError] = field(repr=False)
+    checks: list[KTCheck]
+    errors: list[KTProjectionError]
+
+    def __repr__(self) -> str:
+        """Return output, source, the result of each check, and the first problem."""
+        checks = {each.name: plural(len(each.problems), "problem") if each.problems else "ok" for each in self.checks}
+        failure: dict[str, Any] = {} if self.ok else {"sentence": self.sentence}
+        return write_repr(self, output=str(self.output), ok=self.ok, against=self.against, checks=checks, **failure)
 
     def __bool__(self) -> bool:
         return self.ok
