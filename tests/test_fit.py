@@ -197,12 +197,19 @@ def test_cache_follows_the_attention_of_the_config(name, tokens, expected):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Qwen3-30B-A3B", AttentionBytes(2 * 32 * 128, 2 * 32 * 128)),
+        ("Qwen3-30B-A3B", AttentionBytes(2 * 32 * 128, 2 * 32 * 128, repeated=2 * (32 // 4) * (128 + 128))),
         ("DeepSeek-V3", AttentionBytes(2 * 128 * 192, 2 * 128 * 128, 2 * 128 * (128 + 128 + 192))),
     ],
 )
 def test_latents_are_expanded_to_keys_and_values_of_all_heads(name, expected):
     assert find_attention_bytes(shapes.SHAPES[name].config) == expected
+
+
+def test_latents_with_an_index_are_expanded_in_the_cache_of_transformers():
+    config = {**shapes.SHAPES["DeepSeek-V3"].config, "index_head_dim": 128}
+    assert find_caches(config, 1) == (LayerCache((512 + 64) * 2 + 128 + 4),)
+    assert find_caches(config, 1, in_transformers=True) == (LayerCache((128 * (128 + 64 + 128) + 128) * 2),)
+    assert find_attention_bytes(config).expanded == 0  # once, for the cache
 
 
 def test_linear_attention_keeps_a_state_of_fixed_size():
@@ -309,11 +316,11 @@ def test_one_more_expert_per_layer_would_exceed_the_gpu(shape, target, use):
 
 
 def test_memory_of_our_server_grows_with_the_cache_and_the_expanded_latents():
-    shape = replace(make_shape(4, 8, 1024, 600), attention=AttentionBytes(8192, 8192, 20_000), width=512)
+    shape = replace(make_shape(4, 8, 1024, 600), attention=AttentionBytes(8192, 8192, 20_000, 1000), width=512)
     target = Machine(64 * GIB, (), 1, 1 << 40, 1e11, 1e12)
     sizes = [predict(shape, target, Use(tokens, runtime=KTCONVERT))[0].ram_bytes for tokens in (4000, 8000, 12_000)]
     mask = 512 * MASK  # of the last tokens that are read together
-    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 4000 * ((4 + 1) * 600 + 20_000 + mask)
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 4000 * ((4 + 1) * 600 + 20_000 + 1000 + mask)
 
 
 def test_the_cores_limit_the_speed_only_if_the_bandwidth_was_measured():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -219,6 +220,19 @@ def test_a_server_is_read_if_its_authority_is_trusted(model, environment, expect
         done = conversion.ktconvert(*stream(address(hub), tmp_path / "out"), env=environment)
         assert done.returncode == 0, done.stderr
         assert weights(tmp_path / "out") == expected
+
+
+def test_an_untrusted_certificate_of_google_cloud_is_reported_at_once(model, environment, tmp_path) -> None:
+    """gcsfs waits 31 seconds or more before its last attempt."""
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("cryptography")
+    with serve_hub({"org/model": model}, make_certificate(tmp_path)) as hub:
+        environment |= {"STORAGE_EMULATOR_HOST": hub.url}
+        begin = time.monotonic()
+        done = conversion.ktconvert(*stream("gs://bucket/model", tmp_path / "out"), env=environment)
+        assert time.monotonic() - begin < 25  # most of it is the start of Python and libraries
+    reason = "gs://bucket/model: the server's certificate is not trusted (self-signed certificate); "
+    conversion.check_refusal(done, 5, reason, "set SSL_CERT_FILE to a file with the certificate")
 
 
 # --- S3 and Google Cloud --------------------------------------------------------------------------

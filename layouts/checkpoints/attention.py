@@ -121,6 +121,7 @@ VALUE_DIM = ("v_head_dim", *HEAD_DIM)
 WINDOW_SIZE = ("sliding_window", "sliding_window_size", "attention_window_size")
 CHUNK_SIZE = ("attention_chunk_size",)
 HIDDEN = ("hidden_size", "dim", "d_model")
+SPARSE_LATENTS = ("kv_lora_rank", "index_head_dim")  # of layers whose latents have an index
 PREFERRED = {WINDOW: "swa_", FULL: "global_"}
 
 
@@ -142,6 +143,17 @@ def _make_latent_cache(find: Find) -> LayerCache:
     index = find(("index_head_dim",), 0)
     latent = find(("kv_lora_rank",), 0) + find(("qk_rope_head_dim",), 0)
     return LayerCache(latent * ELEMENT + index + index / 32)  # the index: FP8, a float32 for 128 numbers
+
+
+def _make_expanded_cache(find: Find) -> LayerCache:
+    """Return the cache of sparse attention over latents in transformers: keys and values of all heads, and the index.
+
+    SGLang keeps latents (MLATokenToKVPool), and the index in FP8. transformers caches what kv_b_proj computes from them
+    (DeepseekV32Attention and GlmMoeDsaAttention), and the index in BF16 (DynamicIndexedLayer).
+    """
+    heads = find(HEADS, 1)
+    head = find(("qk_nope_head_dim",), 0) + find(("qk_rope_head_dim",), 0) + find(VALUE_DIM, 0)
+    return LayerCache((heads * head + find(("index_head_dim",), 0)) * ELEMENT)
 
 
 def _make_compressed_cache(find: Find) -> LayerCache:
@@ -202,9 +214,17 @@ CACHES: tuple[CacheRule, ...] = (
 )
 
 
-def find_caches(config: dict[str, Any], layers: int) -> tuple[LayerCache, ...] | None:
-    """Return the cache of each of a model's decoder layers; None if the config describes no attention."""
-    caches = tuple(cache for layer in range(layers) if (cache := _find_cache(config, layer)) is not None)
+# In addition, if transformers computes attention
+EXPANDED_CACHES = (CacheRule(ATTENTION, SPARSE_LATENTS, _make_expanded_cache),)
+
+
+def find_caches(config: dict[str, Any], layers: int, *, in_transformers: bool = False) -> tuple[LayerCache, ...] | None:
+    """Return the cache of each of a model's decoder layers; None if the config describes no attention.
+
+    in_transformers  as transformers keeps it, and not SGLang
+    """
+    rules = (*EXPANDED_CACHES, *CACHES) if in_transformers else CACHES
+    caches = tuple(cache for layer in range(layers) if (cache := _find_cache(config, layer, rules)) is not None)
     return caches if len(caches) == layers else None
 
 
@@ -215,11 +235,13 @@ class AttentionBytes:
     query     queries, and as many for the keys of all heads
     result    results, and as many for the values of all heads
     expanded  keys and values that each use computes from latents; 0 if the cache contains them
+    repeated  keys and values of one head, once for each head that shares them; 0 if none does
     """
 
     query: int = 0
     result: int = 0
     expanded: int = 0
+    repeated: int = 0
 
 
 NO_ATTENTION = AttentionBytes()
@@ -238,11 +260,15 @@ def find_attention_bytes(config: dict[str, Any]) -> AttentionBytes:
     key = without_position + find(("qk_rope_head_dim",)) if without_position else usual
     value = find(VALUE_DIM) or usual
     projected = without_position + value  # of the linear that expands a latent; keys with positions are a copy
-    expanded = ELEMENT * heads * (projected + key) if find(("kv_lora_rank",)) else 0
-    return AttentionBytes(ELEMENT * heads * key, ELEMENT * heads * value, expanded)
+    has_latents = bool(find(("kv_lora_rank",)))
+    is_cached = all(find((name,)) for name in SPARSE_LATENTS)
+    expanded = ELEMENT * heads * (projected + key) if has_latents and not is_cached else 0
+    sharing = 1 if has_latents else heads // max(1, find(KV_HEADS))
+    repeated = ELEMENT * sharing * (key + value) if sharing > 1 else 0
+    return AttentionBytes(ELEMENT * heads * key, ELEMENT * heads * value, expanded, repeated)
 
 
-def _find_cache(config: dict[str, Any], layer: int) -> LayerCache | None:
+def _find_cache(config: dict[str, Any], layer: int, rules: Sequence[CacheRule]) -> LayerCache | None:
     def find(keys: Sequence[str], default: Any = None) -> Any:
         entry = cfg.find_value(config, tuple(keys))
         value = None if entry is None else entry[1]
@@ -255,7 +281,7 @@ def _find_cache(config: dict[str, Any], layer: int) -> LayerCache | None:
     kind = next(_decide_kinds(find, layer), FULL)
     if kind == NONE:
         return LayerCache()
-    for rule in CACHES:
+    for rule in rules:
         if kind in rule.kinds and all(find((key,)) is not None for key in rule.needs):
             return _limit(rule.make(_prefer(find, PREFERRED.get(kind, ""))), kind, find)
     return None

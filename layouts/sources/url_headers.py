@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,13 @@ from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Location, cache_folder, fetch_file, select_files
-from ktconvert.layouts.sources.retries import call_patiently, explain_failure, read_status, request_patiently
+from ktconvert.layouts.sources.retries import (
+    call_patiently,
+    explain_certificate,
+    explain_failure,
+    read_status,
+    request_patiently,
+)
 
 # Protocol -> the package that fsspec needs for it, and the extra that installs it
 PROTOCOLS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
@@ -104,6 +110,8 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     require_packages(f"{protocol}://", ["fsspec", package], extra)
     import fsspec
 
+    if protocol == "gs":
+        _fail_at_untrusted_certificates()
     try:
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         remote = RemoteFolder(system, url, root, _list_files(system, root))
@@ -119,6 +127,15 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
     remote.fetch(folder, select_files(remote.files))
     return Location(folder, remote)
+
+
+@cache
+def _fail_at_untrusted_certificates() -> None:
+    """Let gcsfs raise the error of an untrusted certificate at once; it would repeat the request for 30 seconds."""
+    from gcsfs import retry  # type: ignore[import-untyped]
+
+    is_retriable = retry.is_retriable
+    retry.is_retriable = lambda error: explain_certificate("", error) is None and is_retriable(error)
 
 
 def identify(name: str, info: Mapping[str, Any]) -> str:

@@ -233,7 +233,7 @@ class Predictor:
         attention, context = self.shape.attention, self.use.context
         copies = ATTENTION_COPIES * (attention.query + attention.result) * tokens
         grown = max((cache.bytes_of(context) for cache in self.shape.caches), default=0)  # a layer's, while it is moved
-        return copies + (MASK * tokens + attention.expanded) * context + grown
+        return copies + (MASK * tokens + attention.expanded + attention.repeated) * context + grown
 
     def _expert_buffers(self, tokens: int) -> int:
         """Return what the CPU's kernels need for the rows of all experts."""

@@ -76,7 +76,7 @@ def read_shape(
         vocabulary[1] if vocabulary else 0,
         tuple(_list_forms(model, numa)),
         rests or tuple(list_rests(model, runtime)),
-        find_caches(config, decoder_layers) or (),
+        find_caches(config, decoder_layers, in_transformers=runtime == KTCONVERT) or (),
         sum(sum_experts(model)),
         positions[1] if positions else None,
         find_attention_bytes(config),

@@ -52,22 +52,25 @@ ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
 COMPARED_ROWS = 16  # step between compared rows: all rows, in float32, would need more memory than a short prompt
-M_ARENA_MAX = -8  # of glibc's mallopt
+# Variable of glibc -> parameter and value of mallopt. By default, threads have arenas of their own, and released memory
+# stays there: up to 64 MB in each.
+MALLOC = {"MALLOC_ARENA_MAX": (-8, 1), "MALLOC_MMAP_THRESHOLD_": (-3, 1 << 20), "MALLOC_TRIM_THRESHOLD_": (-1, 1 << 20)}
 
 
 def set_environment() -> None:
     """Set environment variables before torch is imported, unless the user has set them.
 
-    Idle threads sleep, kernel caches are small, and libraries draw no progress bars. All threads allocate memory from
-    one arena: arenas that threads have of their own keep much of what large tensors have released.
+    Idle threads sleep, kernel caches are small, and libraries draw no progress bars. The memory of large tensors
+    returns to the system when they are released.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, "64")
     os.environ.setdefault("TQDM_DELAY", PROGRESS_DELAY)  # compressed-tensors overrules TQDM_DISABLE
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    with suppress(AttributeError):  # another C library
+        for variable, setting in MALLOC.items():
+            if variable not in os.environ:
+                ctypes.CDLL(None).mallopt(*setting)
 
 
 @dataclass(frozen=True)
