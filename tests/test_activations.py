@@ -161,7 +161,7 @@ def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int
                 experts.forward(hidden, ids, weights)
             for wrong, message in (
                 (factors, r"norm must be a tuple of an array and a number, not float32 \[128\]"),
-                ((factors[1:], epsilon), r"norm\[0\] must be a NumPy array float32 \[128\]"),
+                ((factors[1:], epsilon), r"norm\[0\] must be a NumPy array of float32 \[128\]"),
                 ((factors, 0.0), r"norm\[1\] must be a number above 0, not 0"),
             ):
                 with pytest.raises(ArgumentError, match=message):

@@ -345,7 +345,7 @@ def test_wrong_biases_of_tensors_are_refused(tmp_path: Path) -> None:
     for given, message in (
         ({}, "other biases or gates than"),
         ({"up_bias": biases["up_bias"]}, "biases must be those of gate, up, down, not of up"),
-        ({**biases, "down_bias": biases["up_bias"]}, r"the bias of down must be a NumPy array float32 \[4, 192\]"),
+        ({**biases, "down_bias": biases["up_bias"]}, r"the bias of down must be a NumPy array of float32 \[4, 192\]"),
         (infinite, "the bias of down must be finite"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -130,7 +130,7 @@ def test_a_map_of_experts_decides_which_ones_are_loaded(packed_example):
     assert find_resident_experts(experts) == {3, 7, 6}
     batch = make_inputs(20)
     np.testing.assert_array_equal(compute(experts, batch), compute(KTExperts.load(path, 0, order=order), batch))
-    with pytest.raises(ValueError, match=r"skip must be a NumPy array bool or uint8 \[8\], not bool \[7\]"):
+    with pytest.raises(ValueError, match=r"skip must be a NumPy array of bool or uint8 \[8\], not bool \[7\]"):
         KTExperts.load(path, 0, skip=GPU[1:])
 
 

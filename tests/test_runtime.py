@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from safetensors import safe_open
 
 from ktconvert.layouts.errors import ArgumentError, UnsupportedError
@@ -214,7 +215,7 @@ def test_inconsistent_arrays_are_rejected(make):
     swapped = x.astype(x.dtype.newbyteorder())
     others = ([[1, 2]], ids, weights), (x, None, weights), (swapped, ids, weights), (x[0], ids, weights)
     strided = (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)
-    names = r"^(hidden|ids|weights) must be (a NumPy array \w+ \[.*, not |contiguous)"
+    names = r"^(hidden|ids|weights) must be (a NumPy array of \w+ \[.*, not |contiguous)"
     for wrong in (*shapes, *dtypes, *others, *strided):
         with pytest.raises(ArgumentError, match=names):
             experts.forward(*wrong)
@@ -227,7 +228,21 @@ def test_inconsistent_arrays_are_rejected(make):
         with pytest.raises(ArgumentError, match=r"^order .*must name each of 8 experts once"):
             KTExperts(experts._packed, order=order)
     with pytest.raises(ArgumentError, match=r"^use KTExperts\.load\(path, layer\), or KTExperts\.from_bf16"):
-        KTExperts("model-int8")  # type: ignore[arg-type]
+        KTExperts("model-int8", 0)  # type: ignore[arg-type]
+
+
+def test_messages_about_tensors_of_torch_say_how_to_convert_them(make):
+    experts, _, ids, weights = make()
+    hidden = torch.zeros(ids.shape[0], experts.hidden, dtype=torch.bfloat16)
+    with pytest.raises(
+        ArgumentError, match=r"not Tensor torch\.bfloat16 .*; pass hidden\.view\(torch\.uint16\)\.numpy\(\)\.$"
+    ):
+        experts.forward(hidden, ids, weights)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"not Tensor torch\.int64 .*; pass ids\.numpy\(\)\.$"):
+        experts.forward(hidden.view(torch.uint16).numpy(), torch.from_numpy(ids), weights)  # type: ignore[arg-type]
+    stack = torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match=r"; pass gate\.view\(torch\.uint16\)\.numpy\(\)\.$"):
+        KTExperts.from_bf16(stack, stack, stack)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

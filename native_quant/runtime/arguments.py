@@ -60,10 +60,21 @@ def require_array(
     if not isinstance(value, np.ndarray) or value.dtype not in dtypes or value.shape != shape:
         kinds = " or ".join(dtype.name for dtype in dtypes)
         needed = f"{kinds} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
-        raise ArgumentError(f"{name} must be a NumPy array {needed}, not {describe(value)}")
+        raise ArgumentError(
+            f"{name} must be a NumPy array of {needed}, not {describe(value)}{advise(name, value, dtypes)}"
+        )
     flags = value.flags
     if not flags.c_contiguous or not flags.aligned:
         raise ArgumentError(f"{name} must be contiguous and aligned; pass np.ascontiguousarray({name})")
+
+
+def advise(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
+    """Return how to convert a tensor of torch into an array of one of the dtypes; empty for any other value."""
+    conversions = {f"torch.{dtype.name}": "numpy()" for dtype in dtypes}
+    if UINT16 in dtypes:
+        conversions["torch.bfloat16"] = "view(torch.uint16).numpy()"
+    conversion = conversions.get(str(getattr(value, "dtype", "")))
+    return f"; pass {name}.{conversion}" if conversion else ""
 
 
 def describe(value: Any) -> str:

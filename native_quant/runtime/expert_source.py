@@ -155,7 +155,7 @@ def resolve_order(order: I64 | None, experts: int) -> list[int]:
         return list(range(experts))
     rule = f"order (physical_to_logical_map_cpu) must name each of {experts} experts once"
     if not isinstance(order, np.ndarray) or order.dtype != np.int64 or order.shape != (experts,):
-        raise ArgumentError(f"{rule}, in a NumPy array int64 [{experts}], not {describe(order)}")
+        raise ArgumentError(f"{rule}, in a NumPy array of int64 [{experts}], not {describe(order)}")
     numbers: list[int] = order.tolist()
     if sorted(numbers) != list(range(experts)):
         wrong = next(number for number in numbers if not 0 <= number < experts or numbers.count(number) > 1)

@@ -77,14 +77,14 @@ class KTExperts:
     def __init__(
         self,
         packed: weights.LayerWeights,
-        *,
+        *others: object,
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> None:
-        if not isinstance(packed, weights.LayerWeights):
+        if others or not isinstance(packed, weights.LayerWeights):  # KTExperts(path, layer) is an obvious mistake
             raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
         require_one_of("exact", exact, (False, True))
         require_one_of("activations", activations, ACTIVATIONS)

@@ -28,7 +28,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.arguments import FLOAT32, describe, require_array
+from ktconvert.native_quant.runtime.arguments import FLOAT32, UINT16, advise, describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -189,8 +189,8 @@ def pack(
         del arrays["gate"]
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.dtype != np.uint16 or array.ndim != 3:
-            needed = "a NumPy array uint16 (the bits of BF16 numbers) with three dimensions"
-            raise ArgumentError(f"{name} must be {needed}, not {describe(array)}")
+            needed = "a NumPy array of uint16 (the bits of BF16 numbers) with three dimensions"
+            raise ArgumentError(f"{name} must be {needed}, not {describe(array)}{advise(name, array, (UINT16,))}")
     experts, i, h = up.shape
     shapes = dict(zip(PROJECTIONS, projection_shapes(experts, h, i), strict=True))
     if not experts or any(array.shape != shapes[name] for name, array in arrays.items()):
