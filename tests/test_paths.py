@@ -75,7 +75,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
         assert (result.exit_code, "is not UTF-8 text" in result.output) == (2, True), (name, text, result.exception)
 
 
-WITHOUT_FOLDER = [("resume /", 7), ("status /", 7), ("inspect /", 5), ("verify /", 5), ("inspect .work", 5)]
+WITHOUT_FOLDER = [("resume /", 5), ("status /", 5), ("inspect /", 5), ("verify /", 5), ("inspect .work", 5)]
 WITHOUT_FOLDER += [("cpu -i EXAMPLE -o /", 2), ("dequantize -i EXAMPLE -o /", 2), ("cpu -i EXAMPLE -o missing/..", 7)]
 WITHOUT_FOLDER += [("gpu -i EXAMPLE -o / --quant-method RTN", 2), ("verify .work", 5)]
 
