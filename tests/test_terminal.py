@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.terminal import EscapingStream, escape
+from ktconvert.pipeline.report.terminal import EscapingStream, escape, shorten_paths
 from rig.conversion import KTCONVERT
 from rig.hub_server import serve_hub
 from rig.safetensors import read_file, write_file
@@ -177,6 +177,22 @@ def test_stream_passes_only_newlines_and_tabs() -> None:
     ]
     assert text.endswith("\\rname\n") and all(c in text for c in "\t\nß漢\N{ZERO WIDTH JOINER}")
     assert escape(escape(BAD)) == escape(BAD) == "\\x1b]0;PWNED\\x07"
+
+
+def test_paths_below_the_current_directory_begin_there(tmp_path, monkeypatch) -> None:
+    here = tmp_path / "a b"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    shortened = {
+        f"{here}/out: failed; see '{here}/out/x y'": "out: failed; see 'out/x y'",
+        f"{here}: is empty": ".: is empty",
+        f"--kt-weight-path={here}/.work": "--kt-weight-path=.work",
+        f"{here}/-o": f"{here}/-o",  # not an option
+        f"/data{here}/x, {here}2/x, {here}.": f"/data{here}/x, {here}2/x, {here}.",
+    }
+    assert {text: shorten_paths(text) for text in shortened} == shortened
+    here.rmdir()
+    assert shorten_paths(f"{here}/x") == f"{here}/x"
 
 
 def test_all_output_passes_the_escaping_stream() -> None:

@@ -19,6 +19,7 @@ from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.units import Status, Unit
+from ktconvert.pipeline.report.terminal import shorten_paths
 from ktconvert.pipeline.report.text import join_values, plural, size
 
 MAX_LISTED = 12  # units to show at either end of a long list
@@ -47,7 +48,7 @@ def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False,
         lines = [_format_plan(plan, document) for plan, document in zip(plans, documents, strict=True)]
     if len(plans) > 1:
         lines.append(_format_summary(documents, find_file_systems(needs, with_workers=with_workers), as_json=as_json))
-    click.echo(("\n" if as_json else "\n\n").join(lines))
+    click.echo("\n".join(lines) if as_json else shorten_paths("\n\n".join(lines)))
 
 
 def _format_summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:

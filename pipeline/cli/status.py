@@ -25,7 +25,7 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
-from ktconvert.pipeline.report.terminal import raw_stream
+from ktconvert.pipeline.report.terminal import raw_stream, shorten_paths
 from ktconvert.pipeline.report.text import duration, format_table, plural, size
 
 MAX_LISTED = 12  # units to list
@@ -61,7 +61,7 @@ def status(options: StatusOptions) -> None:
     ):
         while True:
             document = read_status(output)
-            text = json.dumps(document) if as_json else "\n".join(map(one_line, status_lines(document)))
+            text = json.dumps(document) if as_json else shorten_paths("\n".join(map(one_line, status_lines(document))))
             if live is not None:
                 live.update(Text(text), refresh=True)
             elif text != shown:

@@ -21,6 +21,7 @@ from ktconvert.pipeline.engine.backends import open_backend
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.terminal import shorten_paths
 from ktconvert.pipeline.verify.checks import CONVERT_AGAIN, Check
 from ktconvert.pipeline.verify.page import render_page
 from ktconvert.pipeline.verify.verify import Report, report_document, report_lines
@@ -80,7 +81,7 @@ def _print_report(report: Report, options: VerifyOptions, reporter: Reporter) ->
         reporter.note(note)
     reporter.count_hidden_notes()
     if not options.reporting.quiet:
-        click.echo("\n".join(report_lines(report)))
+        click.echo(shorten_paths("\n".join(report_lines(report))))
 
 
 def run_check(report: Report, threads: int) -> Check:

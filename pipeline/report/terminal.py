@@ -1,12 +1,13 @@
-"""Escaped control characters in terminal output: names in a file must not be able to control the terminal."""
+"""Terminal output: escaped control characters, as names in a file must not control the terminal, and short paths."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 # All characters that a terminal acts on: C0 (except tab and newline), DEL, C1, line separators, and those that change
@@ -24,21 +25,37 @@ def escape(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class EscapingStream(io.TextIOWrapper):
-    """A text stream on the file of a given stream; it escapes everything that is written to it."""
+def shorten_paths(text: str) -> str:
+    """Return a text for people, whose paths below the current directory begin there."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return text
+    if here == os.sep or here not in text:
+        return text
+    path = rf"(?<![\w./-]){re.escape(here)}"
+    return re.sub(rf"{path}(?![\w./-])", ".", re.sub(rf"{path}/(?=[\w.])", "", text))
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
+
+class EscapingStream(io.TextIOWrapper):
+    """A text stream on the file of a given stream; it escapes everything that is written to it.
+
+    edit  is called with each text before it is escaped
+    """
+
+    def __init__(self, stream: io.TextIOWrapper, edit: Callable[[str], str] = str) -> None:
         encoding = "utf-8" if stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968") else stream.encoding
         settings: dict[str, Any] = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
         stream.flush()
         super().__init__(stream.buffer, encoding, "backslashreplace", **settings)
+        self._edit = edit
         self.raw_stream = stream  # this reference is needed, because a deleted stream closes the file
 
     def write(self, text: str) -> int:
         rewrite = REWRITE_LINE.match(text) if self.isatty() else None
         start = rewrite.end() if rewrite is not None else 0
         with self._name_in_errors():
-            super().write(text[:start] + escape(text[start:]))
+            super().write(text[:start] + escape(self._edit(text[start:])))
         return len(text)
 
     def flush(self) -> None:
@@ -55,12 +72,12 @@ class EscapingStream(io.TextIOWrapper):
 
 
 def install() -> None:
-    """Escape everything that this process prints, whichever library prints it."""
-    for name in ("stdout", "stderr"):
+    """Escape everything that this process prints, whichever library prints it, and shorten the paths of messages."""
+    for name, edit in (("stdout", str), ("stderr", shorten_paths)):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, EscapingStream):
             stream.reconfigure(errors="backslashreplace")  # names of files and tensors may be invalid text
-            setattr(sys, name, EscapingStream(stream))
+            setattr(sys, name, EscapingStream(stream, edit))
 
 
 def raw_stream(stream: TextIO) -> TextIO:
