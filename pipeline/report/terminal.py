@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 # All characters that a terminal acts on: C0 (except tab and newline), DEL, C1, line separators, and those that change
@@ -28,10 +28,10 @@ def escape(text: str) -> str:
 def shorten_paths(text: str) -> str:
     """Return a text for people, whose paths below the current directory begin there."""
     try:
-        here = os.getcwd()
+        here = str(Path.cwd())
     except OSError:  # it was removed
         return text
-    if here == os.sep or here not in text:
+    if here == "/" or here not in text:
         return text
     path = rf"(?<![\w./-]){re.escape(here)}"
     return re.sub(rf"{path}(?![\w./-])", ".", re.sub(rf"{path}/(?=[\w.])", "", text))
