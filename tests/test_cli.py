@@ -291,6 +291,8 @@ def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
     [
         ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
         ("eval MODEL --max-tokens 5", "Did you mean '?--max-windows"),
+        ("cpu MODEL OUT --quant-type W4A16", "Did you mean '?--quant-method"),
+        ("cpu MODEL OUT --group-size 32", "No such option '--group-size': it is one of `ktconvert gpu`.$"),
     ],
 )
 def test_arguments_of_other_commands_give_a_hint(line: str, hint: str, cli: Any) -> None:

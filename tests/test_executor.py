@@ -214,7 +214,7 @@ main()
 def test_threads_work_without_dask(inputs: dict[str, str], tmp_path: Path) -> None:
     def ktconvert(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WITHOUT_DASK, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+        return subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT, cwd=tmp_path)
 
     arguments = ("cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "out"))
     with ThreadPoolExecutor(2) as pool:

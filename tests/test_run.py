@@ -269,6 +269,11 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
     nothing = tmp_path / "nothing"
     check_refusal(nothing, "no such directory; give a model's directory or its hub id")
     check_refusal(weights, "contains converted experts, not a model; give the original model")
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    check_refusal(adapter, "is a LoRA adapter, not a model; give it as --adapter")
+    error = call(weights.parent, "--prompt", "x", "--cpu-weights", adapter).exception
+    assert isinstance(error, InputError) and "is a LoRA adapter, not experts; give it as --adapter" in str(error)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
     assert isinstance(error, UnsupportedError) and "and this file as --cpu-weights" in str(error)
@@ -364,6 +369,7 @@ def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, 
     if "gptq" in arguments:
         pytest.importorskip("llmcompressor")  # the message would name it, too
     paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
+    monkeypatch.chdir(tmp_path)  # the environment is not below it
     result = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else True)
     message = f"ktconvert: {feature} needs {package}, not installed here: `{install_command(extra)}`."

@@ -33,6 +33,11 @@ def test_finished_output_is_reported(bench):
     assert bench.cpu().returncode == 0
     assert status(bench) == {"output": str(bench.output), "state": "finished"}
     assert bench.run("status", bench.output, "--watch").stderr == f"{bench.output} is finished\n"
+    shard = next(bench.output.glob("*.safetensors"))
+    shard.rename(shard.with_suffix(".gone"))
+    for command in ("status", "resume"):
+        result = bench.run(command, bench.output)
+        assert result.returncode == 6 and f"{shard.name} is missing or has a different size" in result.stderr
 
 
 def test_killed_conversion_is_stopped(bench):

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +489,21 @@ def test_a_killed_training_resumes_to_the_same_adapter(servers, example, int8, t
         assert servers.run(words, tmp_path / "resumed").returncode == 0
 
     killpoint.check_resume(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_training_names_the_command_that_continues_it(example, int8, text, tmp_path, number, code):
+    output = tmp_path / "out"
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "--max-steps", 2000, "-o", output)
+    command = [*conversion.KTCONVERT, *map(str, words), "--save-steps", "2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any('"checkpoint.2"' in line or '"done"' in line for line in process.stdout)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == code
+    assert f"ktconvert: stopped by {number.name}; run `ktconvert resume {output}` to continue" in stderr
+    assert str(journal.read_records(locate(output).journal)[-1].why).startswith("stopped by")
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ OTHER_WORDS = {
 }
 
 # Options of other commands that people try -> what they mean
-OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"]}
+OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"], ("cpu", "--quant-type"): ["--quant-method"]}
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit
@@ -302,9 +302,10 @@ def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
     if isinstance(error, click.NoSuchOption):
         command = "" if error.ctx is None else error.ctx.info_name or ""
-        near = OTHER_OPTIONS.get((command, error.option_name)) or difflib.get_close_matches(
-            error.option_name, error.possibilities or (), 1, CLOSE
-        )
+        near = OTHER_OPTIONS.get((command, error.option_name))
+        if near is None and (owners := _find_owners(error)):
+            return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
+        near = near or difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
         error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     message = error.format_message()
     context = getattr(error, "ctx", None)
@@ -313,6 +314,16 @@ def _describe_usage(error: click.ClickException) -> str:
     if message.startswith(EXTRA_ARGUMENT) and any(param.name == "cpu_weights" for param in context.command.params):
         return f"{message.rstrip('.')}; give converted experts as --cpu-weights OUT."
     return f"{message.rstrip('.')}; see `{context.command_path} --help`."
+
+
+def _find_owners(error: click.NoSuchOption) -> list[str]:
+    """Return the conversion commands, and `verify`, that have an option which the command of an error lacks."""
+    if error.ctx is None or error.ctx.parent is None:  # no command
+        return []
+    commands = {name: group.get_command(error.ctx, name) for name in (*CONVERSIONS, "verify")}
+    return [
+        name for name, other in commands.items() if other and any(error.option_name in p.opts for p in other.params)
+    ]
 
 
 def _fail(message: str, code: int) -> None:

@@ -15,7 +15,7 @@ from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
 from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory
-from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do, require_writable_output
+from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do, require_files, require_writable_output
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.paths import locate
@@ -222,7 +222,8 @@ def resume_conversion(options: ResumeOptions) -> None:
     if options.earlier_run.force_unlock and not options.dry_run:
         commands.remove_lock(paths, reporter)
     if (saved := read_plan(paths)) is None:
-        if options.output.is_dir() and manifest.read_manifest(options.output) is not None:
+        if options.output.is_dir() and (finished := manifest.read_manifest(options.output)) is not None:
+            require_files(options.output, finished)
             if not options.dry_run:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter, compared=False)

@@ -47,12 +47,17 @@ def run(options: RunOptions) -> None:
         loaded = loading.load_model_and_tokenizer(choice)
         reporter.warn(f"transformers computes the experts, since: {error}")
 
+    context = loading.context_length(loaded[0].config)
+
     def write(inputs: Any) -> str:
+        count = generating.limit_new_tokens(context, inputs, options.max_new_tokens)
+        if count < options.max_new_tokens:
+            reporter.announce(f"the model's context of {context} tokens leaves {count} for the answer")
         with pretrained.explain_errors(
             choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
         ):
             text, speed = generating.generate_text(
-                *loaded, inputs, max_new_tokens=options.max_new_tokens, temperature=options.temperature, emit=_say
+                *loaded, inputs, max_new_tokens=count, temperature=options.temperature, emit=_say
             )
         _say("\n")
         click.echo(speed.describe(), err=True)

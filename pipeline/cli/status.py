@@ -18,7 +18,7 @@ from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine import attempts, journal, lock
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.existing import read_plan
+from ktconvert.pipeline.engine.existing import read_plan, require_files
 from ktconvert.pipeline.engine.journal import Done, End, Failed, Record, Run, Start
 from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -75,7 +75,7 @@ def status(options: StatusOptions) -> None:
 def read_status(output: Path) -> dict[str, Any]:
     """Return the status of the conversion into this output.
 
-    Raises InputError if there is none.
+    Raises InputError if there is none, VerificationError if it is finished and files are missing.
 
     state    "finished", "running" or "stopped"; "running" if a process works on the output, or may do so on a host
              that is not visible from here
@@ -91,7 +91,8 @@ def read_status(output: Path) -> dict[str, Any]:
         paths = locate(output)
         saved = read_plan(paths)
         if saved is None:
-            if output.is_dir() and manifest.read_manifest(output) is not None:
+            if output.is_dir() and (finished := manifest.read_manifest(output)) is not None:
+                require_files(output, finished)
                 return {"output": str(output), "state": FINISHED}
             if not output.exists():
                 raise absent_path(output)

@@ -135,11 +135,7 @@ def require_writable_output(plan: Plan, overwrite: bool) -> None:
     if (finished := manifest.read_manifest(output)) is not None:
         require_same_settings(output, finished, plan)
         require_same_source(output, finished.source, plan)
-        if damaged := _find_damaged_files(output, finished):
-            remedy = "convert again with --overwrite"
-            raise VerificationError(
-                f"{output} is finished, but {damaged[0]} is missing or has a different size; {remedy}."
-            )
+        require_files(output, finished)
         return
     foreign = [path.name for path in output.iterdir() if path.name not in IGNORED_NAMES]
     if foreign and not plan.extends_output and not (paths.inside and saved is not None):
@@ -176,6 +172,13 @@ def _is_being_moved_in(paths: Paths, saved: SavedPlan | None) -> bool:
 def _continues_overwrite(plan: Plan, saved: SavedPlan | None) -> bool:
     """Return whether a run with these settings was begun with --overwrite."""
     return saved is not None and saved.overwrite and saved.settings == plan.document().settings
+
+
+def require_files(output: Path, finished: Manifest) -> None:
+    """Raise VerificationError if a file of a finished output is missing, or has a different size."""
+    if damaged := _find_damaged_files(output, finished):
+        problem = f"is finished, but {damaged[0]} is missing or has a different size"
+        raise VerificationError(f"{output} {problem}; write it again with --overwrite.")
 
 
 def _find_damaged_files(output: Path, finished: Manifest) -> list[str]:

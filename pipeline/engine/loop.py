@@ -42,6 +42,31 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+@contextlib.contextmanager
+def stop_at_once(output: Path) -> Iterator[None]:
+    """Raise Interrupted for SIGINT and SIGTERM inside the block; a no-op outside the main thread."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number, [output])
+
+    with _handle_signals(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM inside the block; a no-op outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
 class StopFlag:
     """A handler of SIGINT and SIGTERM: the first finishes the units in flight, the second ends the process at once."""
 
@@ -58,15 +83,8 @@ class StopFlag:
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[StopFlag]:
         """Handle signals inside the block; a no-op outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        with _handle_signals(self.handle):
             yield self
-            return
-        old = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble_output
 from ktconvert.pipeline.engine.execute import require_possible, resume_work
 from ktconvert.pipeline.engine.existing import is_finished, require_writable_output
-from ktconvert.pipeline.engine.loop import publish_unit, record_run
+from ktconvert.pipeline.engine.loop import publish_unit, record_run, stop_at_once
 from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -211,7 +211,7 @@ def train(
                 f"{options.dataset}: its token ids differ from those at the start of the training (the data set or "
                 "the tokenizer changed); restore the old files, or start over with --overwrite."
             )
-        with record_run(workdir):
+        with record_run(workdir), stop_at_once(options.output):
             _run(plan, Training(workdir, options, choice, data, reporter))
     return True
 

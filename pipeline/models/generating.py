@@ -89,6 +89,21 @@ def generate_text(
     return "".join(words), Speed(inputs["input_ids"].shape[1], len(times), times[0] - begin, times[-1] - times[0])
 
 
+def limit_new_tokens(context: int | None, inputs: Any, most: int) -> int:
+    """Return how many tokens a model may generate after `inputs`: `most`, or those that its context leaves.
+
+    context  most tokens of prompt and answer together; None: unknown
+
+    Raises InputError if the context leaves none.
+    """
+    length = inputs["input_ids"].shape[1]
+    if context is not None and length >= context:
+        raise InputError(
+            f"the prompt has {length} tokens, and the model's context is {context}, answer included", "shorten it"
+        )
+    return most if context is None else min(most, context - length)
+
+
 def clamp_temperature(temperature: float) -> float | None:
     """Return the temperature for a generation config; None for 0, which means the likeliest token."""
     return max(temperature, MIN_TEMPERATURE) if temperature > 0 else None

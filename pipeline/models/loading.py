@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.adapter import require_adapter
+from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, wrong_folder
 from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.layouts.sources import config as cfg
@@ -151,7 +151,7 @@ class ModelChoice:
             raise UsageError("--gpu-experts-mask and --num-gpu-experts exclude each other; give one of them")
         if self.adapter is not None:
             require_packages("--adapter", ["peft"], "train")
-            require_adapter(self.adapter)
+            adapter.require_adapter(self.adapter)
         if self.gpu_experts_mask is not None:
             hot_experts.read_mask(self.gpu_experts_mask.expanduser())
         if not hub.HUB_ID.fullmatch(self.model) and not Path(self.model).exists():
@@ -160,10 +160,11 @@ class ModelChoice:
             problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
             raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            problem = (
-                "contains converted experts, not a model; give the original model, and this directory as --cpu-weights"
-            )
-            raise UnsupportedError(f"{self.model}: {problem}")
+            remedy = "give the original model, and this directory as --cpu-weights"
+            raise wrong_folder(self.model, "contains converted experts, not a model", remedy)
+        for folder, kind in ((self.model, "a model"), (self.cpu_weights, "experts")):
+            if folder is not None and Path(folder, adapter.CONFIG).is_file():
+                raise wrong_folder(folder, f"is a LoRA adapter, not {kind}", "give it as --adapter, beside the model")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:

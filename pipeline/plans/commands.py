@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.checkpoints import adapter
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, wrong_folder
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs.opening import TRAIN
+from ktconvert.layouts.outputs.opening import TRAIN, is_output, is_whole_model
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
@@ -155,6 +156,9 @@ def build_output_plan(options: Any, reporter: Reporter | None = None) -> Plan:
     try:
         progress = (reporter or Reporter(verbosity=-2),) if isinstance(options, CpuOptions) else ()
         plan: Plan = getattr(module, f"plan_{name}")(options, *progress)
+    except (InputError, UnsupportedError):
+        _require_checkpoint(options)
+        raise
     finally:
         if was_enabled:
             gc.enable()
@@ -166,6 +170,18 @@ def build_output_plan(options: Any, reporter: Reporter | None = None) -> Plan:
 
 
 _hashes: dict[tuple[Path, int, int], str] = {}  # (path, size, ctime) -> sha256; programs cannot set ctime
+
+
+def _require_checkpoint(options: Any) -> None:
+    """Raise InputError if a command that reads a checkpoint was given converted experts or an adapter."""
+    path = Path(options.input)
+    if options.command in ("merge", "resplit") or not path.is_dir():
+        return
+    if (path / adapter.CONFIG).is_file():
+        raise wrong_folder(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+    if is_output(path) and not is_whole_model(path):
+        remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
+        raise wrong_folder(path, "contains converted experts, not a model", remedy)
 
 
 def _add_hashes(
