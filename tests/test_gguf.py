@@ -101,8 +101,11 @@ def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp
     cli("verify", tmp_path / "ours0", "--against", all_types, "--full")
 
 
-def test_a_missing_decoder_gives_one_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
+def test_a_missing_decoder_gives_one_sentence(
+    all_types: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The extra [gguf] is needed for types that C does not decode."""
+    monkeypatch.chdir(tmp_path)  # the environment is not below it
     done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env=hide_package("gguf", tmp_path))
     assert done.stderr.rstrip().endswith(f"needs gguf, not installed here: `{install_command('gguf')}`.")
     assert not (tmp_path / "out").exists()
