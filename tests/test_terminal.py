@@ -72,7 +72,9 @@ def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Pat
     bars = [line for line in lines if "\u2501" in line]
     assert bars and all("ETA " in line and len(line) <= columns for line in bars), lines
     result, following, serving = lines[lines.index(bars[-1]) + 1 :]  # tests use -v
-    assert result.startswith(f"{out}: ") and following == f"next: ktconvert verify {out} --against {example}"
+    assert result.startswith(f"{out}: ") and following == shorten_paths(
+        f"next: ktconvert verify {out} --against {example}"
+    )
     assert serving.startswith("note: to serve it with SGLang: ")
 
 
@@ -97,7 +99,7 @@ def test_the_most_important_note_is_printed_with_the_number_of_the_others(
     assert list_notes() == [every[0], f"({len(every) - 2} more notes: -v)"]
     assert list_notes("-q") == []
     events = [json.loads(line) for line in cli(*command, "--json", env=quiet).stdout.splitlines()]
-    assert [f"note: {event['text']}" for event in events if event["event"] == "note"] == every
+    assert [shorten_paths(f"note: {event['text']}") for event in events if event["event"] == "note"] == every
 
 
 def test_a_note_on_an_option_without_effect_is_always_printed(cli: Any, example: Path, tmp_path: Path) -> None:

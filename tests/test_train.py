@@ -19,6 +19,7 @@ from ktconvert.pipeline.engine.loop import record_run
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.plans.commands import restore_options
+from ktconvert.pipeline.report.terminal import shorten_paths
 from rig import conversion, killpoint
 from rig.conversion import tree
 from rig.forks import Forks
@@ -615,7 +616,9 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
     assert re.search(
         r"adapter: loss \d.* at the first step, .* at the last; evaluation loss .* before, .* after;", result
     )
-    assert advice == f"next: ktconvert run {example} --cpu-weights {int8} --adapter {adapter} --prompt Hello"
+    assert advice == shorten_paths(
+        f"next: ktconvert run {example} --cpu-weights {int8} --adapter {adapter} --prompt Hello"
+    )
     assert (adapter / "adapter_model.safetensors").exists()
     assert not old.exists()
 
