@@ -275,6 +275,8 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
     check_refusal(adapter, "is a LoRA adapter, not a model; give it as --adapter")
     error = call(weights.parent, "--prompt", "x", "--cpu-weights", adapter).exception
     assert isinstance(error, InputError) and "is a LoRA adapter, not experts; give it as --adapter" in str(error)
+    shutil.copy(example / "config.json", adapter)  # a merged model may keep the file
+    check_refusal(adapter, "has no .safetensors file; give the directory of a downloaded checkpoint")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
     assert isinstance(error, UnsupportedError) and "and this file as --cpu-weights" in str(error)

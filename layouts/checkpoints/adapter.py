@@ -183,6 +183,11 @@ def is_named(name: str, targets: Collection[str]) -> bool:
     return name in targets or any(name.endswith(f".{target}") for target in targets)
 
 
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds a LoRA adapter and no model; releases of merged models may have both configs."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
 def require_adapter(folder: Path) -> None:
     """Raise InputError for a folder without an adapter."""
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]

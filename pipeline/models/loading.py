@@ -163,7 +163,7 @@ class ModelChoice:
             remedy = "give the original model, and this directory as --cpu-weights"
             raise wrong_folder(self.model, "contains converted experts, not a model", remedy)
         for folder, kind in ((self.model, "a model"), (self.cpu_weights, "experts")):
-            if folder is not None and Path(folder, adapter.CONFIG).is_file():
+            if folder is not None and adapter.is_adapter(Path(folder)):
                 raise wrong_folder(folder, f"is a LoRA adapter, not {kind}", "give it as --adapter, beside the model")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")

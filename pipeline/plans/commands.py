@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ktconvert.layouts.checkpoints import adapter
+from ktconvert.layouts.checkpoints.adapter import is_adapter
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, wrong_folder
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.manifest import SourceFile
@@ -177,7 +177,7 @@ def _require_checkpoint(options: Any) -> None:
     path = Path(options.input)
     if options.command in ("merge", "resplit") or not path.is_dir():
         return
-    if (path / adapter.CONFIG).is_file():
+    if is_adapter(path):
         raise wrong_folder(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
     if is_output(path) and not is_whole_model(path):
         remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
