@@ -19,14 +19,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import ktconvert
-from ktconvert._functions import list_parameters
+from ktconvert._functions import group_options, list_parameters, write_parameter
 from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
@@ -64,26 +63,6 @@ RUNNING = (
     "executor: Executor | None = None",
     "progress: Callable[[int, int], object] | None = None",
 )
-
-
-def write_type(annotation: Any) -> str:
-    """Return the source of a type. Python's own functions write it differently in each version."""
-    arguments = get_args(annotation)
-    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
-        return " | ".join(map(write_type, arguments))
-    if get_origin(annotation) is Literal:
-        return f"Literal[{', '.join(map(json.dumps, arguments))}]"
-    if arguments:
-        return f"{get_origin(annotation).__name__}[{', '.join(map(write_type, arguments))}]"
-    return "None" if annotation is NoneType else str(annotation.__name__)
-
-
-def write_parameter(parameter: inspect.Parameter) -> str:
-    """Return the source of a parameter."""
-    text = f"{parameter.name}: {write_type(parameter.annotation)}"
-    if parameter.default is parameter.empty:
-        return text
-    return f"{text} = {json.dumps(parameter.default) if isinstance(parameter.default, str) else parameter.default}"
 
 
 def write_function(name: str, command: str, result: str, own: Sequence[str], options: Sequence[str]) -> str:
@@ -455,12 +434,18 @@ def test_help_of_the_wrapper_shows_real_defaults() -> None:
     assert "object at 0x" not in signature and "weight_path: 'str | PathLike[str]' = required" in signature
 
 
-def test_help_of_the_functions_fits_the_screen() -> None:
-    """The options are in the stub, and `--help-all` describes them: a signature with all of them is one long line."""
+def test_help_of_the_functions_fits_the_screen_and_explains_every_option() -> None:
+    """A signature with all options, which the stub has, would be one long line."""
     for function in (ktconvert.plan, ktconvert.convert, ktconvert.verify):
-        lines = pydoc.render_doc(function, renderer=pydoc.plaintext).splitlines()
-        assert max(map(len, lines)) < 250
-        assert any("--help-all`" in line or "as for plan" in line for line in lines)
+        text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+        assert max(map(len, text.splitlines())) < 250
+        assert any("--help-all`" in line or "as for plan" in line for line in text.splitlines())
+        commands = {"verify": VerifyOptions} if function is ktconvert.verify else CONVERSION_OPTIONS
+        words = " ".join(text.split())
+        for rows in group_options(commands).values():
+            for name, (kind, meaning) in rows.items():
+                assert f"{name} {kind}: {meaning}" in words
+                assert "--" not in re.sub("`[^`]+`", "", meaning), "names options as the command line does"
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from ktconvert._results import KTPlan, KTReport, describe_plan, describe_report
 from ktconvert.layouts.errors import ArgumentError
@@ -77,6 +79,27 @@ def find_argument_type(option_field: OptionField) -> Any:
     if isinstance(option_field.click_type, Size):
         annotation |= str
     return annotation | None if option_field.default is None else annotation
+
+
+def write_type(annotation: Any) -> str:
+    """Return the source of a type. Python's own functions write it differently in each version."""
+    arguments = get_args(annotation)
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return " | ".join(map(write_type, arguments))
+    if get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(map(json.dumps, arguments))}]"
+    if arguments:
+        origin: Any = get_origin(annotation)
+        return f"{origin.__name__}[{', '.join(map(write_type, arguments))}]"
+    return "None" if annotation is NoneType else str(annotation.__name__)
+
+
+def write_parameter(parameter: inspect.Parameter) -> str:
+    """Return the source of a parameter."""
+    text = f"{parameter.name}: {write_type(parameter.annotation)}"
+    if parameter.default is parameter.empty:
+        return text
+    return f"{text} = {json.dumps(parameter.default) if isinstance(parameter.default, str) else parameter.default}"
 
 
 def plan(
@@ -194,27 +217,44 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
         return describe_report(report, rename)
 
 
-def _list_options(commands: Mapping[str, type[Options]]) -> str:
-    """Return a paragraph for help(): the names of the options of each command."""
-    names = {
-        command: [name for name in list_parameters(cls) if name not in ("input", "output")]
-        for command, cls in commands.items()
+def describe_options(cls: type[Options]) -> dict[str, tuple[str, str]]:
+    """Return name -> (type and default, meaning) of the options of a command, without its paths."""
+    parameters = list_parameters(cls)
+    rows = {}
+    with use_python_names(cls) as rename:
+        for each in option_fields(cls):
+            if each.name in parameters and each.name not in ("input", "output"):
+                option: Any = each.declaration
+                meaning = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
+                kind = write_parameter(parameters[each.name]).removeprefix(f"{each.name}: ")
+                rows[each.name] = kind, rename(meaning)
+    return rows
+
+
+def group_options(commands: Mapping[str, type[Options]]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return title -> options: those of each command, and those that all conversions share."""
+    rows = {command: describe_options(cls) for command, cls in commands.items()}
+    first, *others = rows.values()
+    shared = {name: row for name, row in first.items() if others and all(own.get(name) == row for own in others)}
+    own_rows = {
+        command: {name: row for name, row in own.items() if name not in shared} for command, own in rows.items()
     }
-    first, *others = names.values()
-    shared = [name for name in first if others and all(name in own for own in others)]
-    rows = {command: [name for name in own if name not in shared] for command, own in names.items()}
-    rows |= {"all of them": shared} if shared else {}
-    width = max(map(len, rows)) + 2
-    lines = [
-        textwrap.fill(", ".join(row), 110, initial_indent=command.ljust(width), subsequent_indent=" " * width)
-        for command, row in rows.items()
-    ]
-    return textwrap.indent("\n".join(["", "Options of", *lines, ""]), "    ")
+    return own_rows | ({"all conversions": shared} if shared else {})
 
 
-for _function, _commands in (
-    (plan, CONVERSION_OPTIONS),
-    (convert, CONVERSION_OPTIONS),
-    (verify, {"verify": VerifyOptions}),
-):
-    _function.__doc__ = f"{_function.__doc__}{_list_options(_commands)}"
+def _list_options(commands: Mapping[str, type[Options]]) -> str:
+    """Return paragraphs for help(): name, type, default and meaning of the options of each command."""
+    groups = group_options(commands)
+    width = max(len(name) for rows in groups.values() for name in rows) + 2
+    wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * width, break_on_hyphens=False)
+    paragraphs = []
+    for title, rows in groups.items():
+        lines = [wrapper.fill(f"{name:{width}}{kind}: {meaning}") for name, (kind, meaning) in rows.items()]
+        paragraphs.append("\n".join(["", f"Options of {title}:", *lines, ""]))
+    return textwrap.indent("".join(paragraphs), "    ")
+
+
+for _functions, _commands in (((plan, convert), CONVERSION_OPTIONS), ((verify,), {"verify": VerifyOptions})):
+    _options = _list_options(_commands)
+    for _function in _functions:
+        _function.__doc__ = f"{_function.__doc__}{_options}"
