@@ -134,12 +134,11 @@ bench: setup
 
 # The documentation site, in build/site, and every link in it checked. Needs Python alone: no compiler, no torch.
 docs: build/docs/.ready
-	$(PYTHON) .ci/link_packages.py
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
 build/docs/.ready: pyproject.toml .ci/constraints.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
-	build/docs/bin/pip install --quiet -c .ci/constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	build/docs/bin/pip install --quiet -c .ci/constraints.txt mkdocs-material
 	@touch $@
 
 # The site in a real browser: every page in three widths, light and dark; links, search, accessibility. Some pages:

@@ -1,6 +1,6 @@
 """Link the packages into build/ns, where they have the names under which they are imported (`ktconvert.layouts`).
 
-An editable installation, mypy and the documentation read them there.
+An editable installation and mypy read them there.
 """
 
 from __future__ import annotations

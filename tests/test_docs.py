@@ -1,6 +1,6 @@
 """The documentation matches the program: every command, option, table row, link and example is checked.
 
-`python tests/test_docs.py` writes the generated tables of options, architectures and events.
+`python tests/test_docs.py` writes the generated tables of options, architectures and events, and the docstrings in python.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import ktconvert
 from ktconvert.layouts import errors
 from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
@@ -37,7 +38,7 @@ from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Effect, Option, OptionField, option_fields
 from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
-from rig import conversion, reference
+from rig import conversion, python_page, reference
 from rig.adapters import write_kt_adapter
 from rig.hub_server import serve_hub
 from rig.safetensors import write_file
@@ -55,6 +56,7 @@ FORMATS_PAGE = REFERENCE / "formats.md"
 FROM_KT_KERNEL_PAGE = DOCS / "how-to" / "from-kt-kernel.md"
 ARCHITECTURES_PAGE = REFERENCE / "architectures.md"
 BYTES_PAGE = REFERENCE / "bytes.md"
+PYTHON_PAGE = REFERENCE / "python.md"
 JSON_PAGE = REFERENCE / "json.md"
 SCHEMA = REFERENCE / "events.schema.json"
 NUMBERS_PAGE = DOCS / "explanation" / "numerics.md"
@@ -665,6 +667,14 @@ def test_data_of_figures_equals_the_tables_of_the_pages(name: str) -> None:
     assert rows and [row for row in rows if row.replace("|  |", "| |") not in lines] == []
 
 
+def test_the_page_of_python_has_the_docstrings_of_every_public_name() -> None:
+    pytest.importorskip("transformers")
+    page = read_text(PYTHON_PAGE)
+    assert python_page.write_page(page) == page, "run `python tests/test_docs.py`"
+    public = {*ktconvert.__all__} - {"__version__"}
+    assert {*re.findall(r"^### `ktconvert\.(\w+)`$", page, re.MULTILINE)} == public
+
+
 def test_every_page_is_in_the_menu() -> None:
     """mkdocs.yml lists each page of docs/ once, and the changelog, which docs/site/hooks.py adds."""
     listed = re.findall(r"[\w/-]+\.md$", read_text(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], re.M)
@@ -677,5 +687,6 @@ if __name__ == "__main__":
         page_of(each).write_text(with_rows_of_options(each))
     JSON_PAGE.write_text(with_events(read_text(JSON_PAGE)))
     SCHEMA.write_text(schema())
+    PYTHON_PAGE.write_text(python_page.write_page(read_text(PYTHON_PAGE)))
     old = re.compile(r"^\| family \|.*(?:\n\|.*)*", re.M)
     ARCHITECTURES_PAGE.write_text(old.sub(lambda _: architecture_table(), read_text(ARCHITECTURES_PAGE), count=1))

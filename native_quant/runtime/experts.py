@@ -165,7 +165,8 @@ class KTExperts:
                     same number share them
         pool        these threads, for our own classes
         exact       whether to round as kt-kernel, bit for bit
-        activations "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
+        activations
+                    "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
                     rounded to 8 bits in blocks of 32, which is faster; "bf16": they are not
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
