@@ -71,6 +71,14 @@ class ArgumentError(UsageError, ValueError, exit_code=2):
     """An argument of a Python call that has the wrong type, dtype, shape or value."""
 
 
+class CallError(ArgumentError, TypeError, exit_code=2):
+    """A Python call with an unknown argument, or without a required one."""
+
+
+class StateError(UsageError, RuntimeError, exit_code=2):
+    """A Python call before the one that it needs, such as a forward before weights are loaded."""
+
+
 class UnsupportedError(KTConvertError, exit_code=3):
     """A model, method or NUMA count that cannot be represented; the message names the legal choices."""
 

@@ -246,6 +246,36 @@ def test_messages_about_tensors_of_torch_say_how_to_convert_them(make):
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "remedy"),
+    [
+        (
+            "hidden",
+            lambda x: np.zeros(x.shape, np.float32),
+            r"torch\.from_numpy\(hidden\)\.bfloat16\(\)\.view\(torch\.uint16",
+        ),
+        ("hidden", lambda x: x.view(np.int16), r"hidden\.view\(np\.uint16\)"),
+        ("hidden", lambda x: x[0], r"hidden\.reshape\(-1, 256\)"),
+        ("hidden", lambda x: x[None], r"hidden\.reshape\(-1, 256\)"),
+        ("ids", lambda ids: ids.astype(np.int32), r"ids\.astype\(np\.int64\)"),
+        ("ids", lambda ids: ids.tolist(), r"np\.array\(ids, np\.int64\)"),
+        ("ids", lambda ids: torch.from_numpy(ids).int(), r"ids\.long\(\)\.numpy\(\)"),
+        ("ids", lambda ids: ids[None], r"ids\.reshape\(-1, 2\)"),
+        ("weights", lambda weights: weights.astype(np.float64), r"weights\.astype\(np\.float32\)"),
+        ("weights", lambda weights: torch.from_numpy(weights).bfloat16(), r"weights\.float\(\)\.numpy\(\)"),
+        ("skip", lambda _: np.zeros(8, np.int64), r"skip\.astype\(bool\)"),
+        ("skip", lambda _: [False] * 8, r"np\.array\(skip, bool\)"),
+    ],
+)
+def test_messages_about_other_arrays_say_how_to_convert_them(
+    name: str, change: Callable[[Any], Any], remedy: str, make: Any
+) -> None:
+    experts, hidden, ids, weights = make(tokens=3, topk=2)
+    arrays = {"hidden": hidden, "ids": ids, "weights": weights}
+    with pytest.raises(ArgumentError, match=rf"^{name} must be a NumPy array of .*; pass {remedy}"):
+        experts.forward(**arrays | {name: change(arrays.get(name))})
+
+
+@pytest.mark.parametrize(
     "changed", [{"layer": "0"}, {"layer": -1}, {"parts": 0}, {"threads": 0}, {"memory": "fast"}, {"hidden": 1.5}]
 )
 def test_wrong_arguments_of_load_are_named(changed: dict[str, Any], tmp_path: Path) -> None:

@@ -2,17 +2,106 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import operator
 import os
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.errors import ArgumentError, CallError
 
 UINT16, INT64, FLOAT32 = np.dtype(np.uint16), np.dtype(np.int64), np.dtype(np.float32)
-MARKS = (np.dtype(np.bool_), np.dtype(np.uint8))  # dtypes of `skip`
+MARKS = BOOL, _ = np.dtype(np.bool_), np.dtype(np.uint8)  # dtypes of `skip`
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+FLOATS = ("float16", "float32", "float64")
+# Required dtype -> dtypes of arrays and tensors, or type -> how to convert the value
+CONVERSIONS: Mapping[np.dtype[Any], Mapping[str, str]] = {
+    UINT16: {
+        "torch.uint16": "{}.numpy()",
+        "torch.bfloat16": "{}.view(torch.uint16).numpy()",
+        **{f"torch.{name}": "{}.bfloat16().view(torch.uint16).numpy()" for name in FLOATS},
+        **dict.fromkeys(FLOATS, "torch.from_numpy({}).bfloat16().view(torch.uint16).numpy()"),
+        **dict.fromkeys(("bfloat16", "int16"), "{}.view(np.uint16)"),
+    },
+    INT64: {
+        **{f"torch.{name}": "{}.long().numpy()" for name in INTEGERS},
+        **dict.fromkeys(INTEGERS, "{}.astype(np.int64)"),
+        "torch.int64": "{}.numpy()",
+        "list": "np.array({}, np.int64)",
+    },
+    FLOAT32: {
+        **{f"torch.{name}": "{}.float().numpy()" for name in (*FLOATS, "bfloat16")},
+        **dict.fromkeys(FLOATS, "{}.astype(np.float32)"),
+        "torch.float32": "{}.numpy()",
+        "list": "np.array({}, np.float32)",
+    },
+    BOOL: {
+        **{f"torch.{name}": "{}.bool().numpy()" for name in INTEGERS},
+        **dict.fromkeys(INTEGERS, "{}.astype(bool)"),
+        **{f"torch.{name}": "{}.numpy()" for name in ("bool", "uint8")},
+        "list": "np.array({}, bool)",
+    },
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_calls(own: Collection[str] = ()) -> Callable[[F], F]:
+    """Return a decorator of public functions that raises CallError for unknown and missing arguments.
+
+    own  parameters for our own classes, which help() does not show
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        shown = [parameter for name, parameter in signature.parameters.items() if name not in own]
+        public = signature.replace(parameters=shown)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return function(*arguments, **named)
+            except TypeError:
+                given = [name for name in named if name not in own]
+                require_names(function.__qualname__.removesuffix(".__init__"), public, arguments, given)
+                raise
+
+        call.__signature__ = public  # type: ignore[attr-defined]
+        return cast(F, call)
+
+    return decorate
+
+
+def require_names(
+    function: str,
+    signature: inspect.Signature,
+    arguments: Sequence[Any],
+    named: Collection[str],
+    optional: Collection[str] = (),
+) -> None:
+    """Raise CallError, which names all of them, for arguments that are unknown, given twice, too many or missing.
+
+    named     names of the keyword arguments
+    optional  parameters without a default that may be missing
+    """
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in named if not takes_any else ():
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"help(ktconvert.{function}) lists the arguments"
+            raise CallError(f"{function} has no argument {name}; {remedy}")
+    try:
+        bound = signature.bind_partial(*arguments, **dict.fromkeys(named))
+    except TypeError as error:
+        raise CallError(f"{function}: {error}; help(ktconvert.{function}) lists the arguments") from None
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in variable]
+    if missing := [name for name in required if name not in bound.arguments and name not in optional]:
+        raise CallError(f"{function} needs {', '.join(missing)}; give {', '.join(f'{name}=...' for name in missing)}")
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
@@ -61,20 +150,25 @@ def require_array(
         kinds = " or ".join(dtype.name for dtype in dtypes)
         needed = f"{kinds} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
         raise ArgumentError(
-            f"{name} must be a NumPy array of {needed}, not {describe(value)}{advise(name, value, dtypes)}"
+            f"{name} must be a NumPy array of {needed}, not {describe(value)}{advise(name, value, dtypes, shape)}"
         )
     flags = value.flags
     if not flags.c_contiguous or not flags.aligned:
         raise ArgumentError(f"{name} must be contiguous and aligned; pass np.ascontiguousarray({name})")
 
 
-def advise(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
-    """Return how to convert a tensor of torch into an array of one of the dtypes; empty for any other value."""
-    conversions = {f"torch.{dtype.name}": "numpy()" for dtype in dtypes}
-    if UINT16 in dtypes:
-        conversions["torch.bfloat16"] = "view(torch.uint16).numpy()"
-    conversion = conversions.get(str(getattr(value, "dtype", "")))
-    return f"; pass {name}.{conversion}" if conversion else ""
+def advise(name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int | AnySize, ...] = ()) -> str:
+    """Return how to make of a value an array of the first dtype and of this shape; empty if that is unknown."""
+    if isinstance(value, np.ndarray) and value.dtype in dtypes:
+        columns = value.shape[-1] if value.size and value.ndim else 0
+        is_flat = value.ndim == len(shape) or len(shape) != 2
+        if is_flat or not columns or shape != (value.size // columns, columns):
+            return ""
+        return f"; pass {name}.reshape(-1, {columns})"
+    kind = "list" if isinstance(value, list | tuple) else str(getattr(value, "dtype", ""))
+    conversion = CONVERSIONS[dtypes[0]].get(kind)
+    on_cpu = "" if str(getattr(value, "device", "cpu")) == "cpu" else ".cpu()"
+    return f"; pass {conversion.format(name + on_cpu)}" if conversion else ""
 
 
 def describe(value: Any) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
@@ -30,6 +31,7 @@ from ktconvert.native_quant.runtime.arguments import (
     MARKS,
     UINT16,
     AnySize,
+    check_calls,
     describe,
     require_array,
     require_integer,
@@ -74,17 +76,20 @@ class KTExperts:
 
     # The package's other classes also use the attributes with a leading underscore.
 
+    @check_calls(own=("packed", "pool", "exact", "activations", "order", "function"))
     def __init__(
         self,
-        packed: weights.LayerWeights,
+        packed: weights.LayerWeights | None = None,
         *others: object,
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
+        **unknown: object,
     ) -> None:
-        if others or not isinstance(packed, weights.LayerWeights):  # KTExperts(path, layer) is an obvious mistake
+        """Raise ArgumentError: load and from_bf16 create experts."""
+        if others or unknown or not isinstance(packed, weights.LayerWeights):  # only our own classes have them
             raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
         require_one_of("exact", exact, (False, True))
         require_one_of("activations", activations, ACTIVATIONS)
@@ -124,9 +129,10 @@ class KTExperts:
         super().__setattr__(name, value)
 
     @classmethod
+    @check_calls(own=("pool",))
     def load(
         cls,
-        path: Path | str,
+        path: str | os.PathLike[str],
         layer: int,
         *,
         method: str | None = None,
@@ -140,13 +146,13 @@ class KTExperts:
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
-        order: I64 | None = None,
+        order: NDArray[np.int64] | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
         situ_beta: float = 0.0,
         situ_linear_beta: float = 0.0,
         transposed: bool | None = False,
-        skip: Skip = None,
+        skip: NDArray[np.bool_] | NDArray[np.uint8] | None = None,
     ) -> KTExperts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
@@ -163,7 +169,6 @@ class KTExperts:
                     A checkpoint is always copied
         threads     number of threads that compute; None: the physical cores that this process may use. Layers with the
                     same number share them
-        pool        these threads, for our own classes
         exact       whether to round as kt-kernel, bit for bit
         activations
                     "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
@@ -214,13 +219,14 @@ class KTExperts:
         return loaded
 
     @classmethod
+    @check_calls(own=("pool", "function"))
     def from_bf16(
         cls,
-        gate: U16 | None,
-        up: U16,
-        down: U16,
+        gate: NDArray[np.uint16] | None,
+        up: NDArray[np.uint16],
+        down: NDArray[np.uint16],
         *,
-        biases: Mapping[str, F32] | None = None,
+        biases: Mapping[str, NDArray[np.float32]] | None = None,
         method: str = "AMXINT4",
         parts: int = 1,
         layer: int = 0,
@@ -228,20 +234,19 @@ class KTExperts:
         pool: Pool | None = None,
         exact: bool = False,
         activations: str = BF16,
-        order: I64 | None = None,
+        order: NDArray[np.int64] | None = None,
         function: ExpertFunction = PLAIN,
     ) -> KTExperts:
         """Quantize experts in memory.
 
-        gate, up  uint16 [E, I, H], BF16 bits; gate is None if experts have no gate, which `function` must say
+        gate, up  uint16 [E, I, H], BF16 bits; gate is None only for our own classes, which describe such experts
         down      uint16 [E, H, I], BF16 bits
-        biases    "gate", "up" and "down" -> float32 [E, I], for down [E, H], as `function` must say; None: no biases
+        biases    "gate", "up" and "down" -> float32 [E, I], for down [E, H], only for our own classes; None: no biases
         method    method of the weights, such as "AMXINT8"
         parts     number of NUMA slices
         layer     number of the layer, for messages
-        threads, exact, activations, order, pool
+        threads, exact, activations, order
                   as for load
-        function  what the experts compute, for our own classes; by default down(silu(gate x) * up x)
 
         Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
         that the method does not support.
@@ -266,17 +271,18 @@ class KTExperts:
         if self._missing is not None:
             self._missing.load_unskipped(skip)
 
+    @check_calls()
     def forward(
         self,
-        hidden: U16,
-        ids: I64,
-        weights: F32,
+        hidden: NDArray[np.uint16],
+        ids: NDArray[np.int64],
+        weights: NDArray[np.float32],
         *,
-        skip: Skip = None,
-        out: U16 | None = None,
+        skip: NDArray[np.bool_] | NDArray[np.uint8] | None = None,
+        out: NDArray[np.uint16] | None = None,
         strict_ids: bool = False,
-        norm: tuple[F32, float] | None = None,
-    ) -> U16:
+        norm: tuple[NDArray[np.float32], float] | None = None,
+    ) -> NDArray[np.uint16]:
         """Return the weighted sum of each token's experts, uint16 [T, H], BF16 bits.
 
         hidden      uint16 [T, H], BF16 bits
@@ -592,4 +598,4 @@ def _report_slice_count(path: str, have: int, required: int, strict: bool) -> No
         raise UnsupportedError(message)
     if (path, have, required) not in _warned:
         _warned.add((path, have, required))
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)  # the caller of load, which has a decorator

@@ -30,7 +30,7 @@ from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
-from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path
+from ktconvert.native_quant.runtime.arguments import check_calls, require_integer, require_one_of, require_path
 from ktconvert.native_quant.runtime.converted_experts import MEMORY
 from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
@@ -63,6 +63,7 @@ class KTConvertConfig(QuantizationConfigMixin):
     Raises ArgumentError for invalid values, UsageError for conflicting ones. from_pretrained checks the files.
     """
 
+    @check_calls()
     def __init__(
         self,
         cpu_weights: str | os.PathLike[str] | None = None,
