@@ -429,9 +429,35 @@ def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: 
     assert [plan.facts["method"] for plan in plans] == ["AMXINT8", "AMXINT4"]
 
 
-def test_help_of_the_wrapper_shows_real_defaults() -> None:
-    signature = str(inspect.signature(ktconvert.KTMoEWrapper))
-    assert "object at 0x" not in signature and "weight_path: 'str | PathLike[str]' = required" in signature
+def test_help_of_the_classes_shows_public_types_and_real_defaults() -> None:
+    wrapper = str(inspect.signature(ktconvert.KTMoEWrapper))
+    assert "object" not in wrapper and "weight_path: 'str | PathLike[str]', chunked_prefill_size: 'int', " in wrapper
+    shown = pydoc.render_doc(ktconvert.KTExperts, renderer=pydoc.plaintext)
+    assert not re.search(r"LayerWeights|Pool\b|ExpertFunction|'[UIF]\d\d", shown)
+    for method in (ktconvert.KTExperts.load, ktconvert.KTExperts.from_bf16):
+        assert "NDArray[np.int64]" in str(inspect.signature(method))
+
+
+def test_wrong_names_and_missing_arguments_of_the_classes_have_a_remedy() -> None:
+    pytest.importorskip("transformers")
+    experts, config = ktconvert.KTExperts, ktconvert.KTConvertConfig
+    for call, options, message in (
+        (experts, {}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
+        (experts, {"path": "out"}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
+        (experts.load, {"path": "out"}, "KTExperts.load needs layer; give layer=..."),
+        (experts.load, {"path": "out", "layr": 0}, "KTExperts.load has no argument layr; did you mean layer?"),
+        (experts.from_bf16, {}, "KTExperts.from_bf16 needs gate, up, down; give gate=..., up=..., down=..."),
+        (config, {"cpu_weight": "out"}, "KTConvertConfig has no argument cpu_weight; did you mean cpu_weights?"),
+        (
+            config,
+            {"zzz": 1},
+            "KTConvertConfig has no argument zzz; help(ktconvert.KTConvertConfig) lists the arguments.",
+        ),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call(**options)
+        assert str(caught.value) == message
+        assert isinstance(caught.value, TypeError) or call is experts
 
 
 def test_help_of_the_functions_fits_the_screen_and_explains_every_option() -> None:

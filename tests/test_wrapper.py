@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktconvert.layouts.errors import ArgumentError, KTConvertError
+from ktconvert.layouts.errors import ArgumentError, CallError, KTConvertError, StateError, UnsupportedError
 from ktconvert.native_quant import KTExperts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, clear_state, equal_bits, load, make, make_inputs  # noqa: F401
@@ -62,8 +62,12 @@ def test_only_the_mask_may_be_omitted(packed_example):
     before_06 = KTMoEWrapper(**given, **threads, num_gpu_experts=3)
     assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
     assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
-    with pytest.raises(TypeError, match="also requires cpuinfer_threads, weight_path"):
+    with pytest.raises(CallError, match=r"^KTMoEWrapper needs cpuinfer_threads, weight_path; give cpuinfer_threads="):
         KTMoEWrapper(**given)
+    del given["layer_idx"]
+    with pytest.raises(TypeError, match=r"^KTMoEWrapper needs layer_idx, cpuinfer_threads, weight_path; give "):
+        KTMoEWrapper(**given)
+    given["layer_idx"] = 0
     for number in (-1, 9, None):
         with pytest.raises(ValueError, match=f"num_gpu_experts must be an int from 0 to 8, not {number}"):
             KTMoEWrapper(**given, **threads, num_gpu_experts=number)
@@ -333,7 +337,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_deferred_experts_per_token": "1"}, ArgumentError, "must be an int of at least 0, not '1'"),
     *(({"weight_path": value}, ArgumentError, f"weight_path must be a path, not {value}") for value in (None, 5)),
     ({"cpu_save": "no"}, ArgumentError, "cpu_save must be one of False, True, not 'no'"),
-    ({"layer": 1}, TypeError, r"^KTMoEWrapper\(\) got an unexpected keyword argument 'layer'$"),
+    ({"layer": 1}, CallError, r"^KTMoEWrapper has no argument layer; did you mean layer_idx\?$"),
     ({"situ_linear_beta": 25.0}, ValueError, "situ_linear_beta=25 belong to no activation"),
     ({"situ_beta": 4.0, "swiglu_limit": 7.0}, ValueError, "swiglu_limit=7, situ_beta=4 belong to no activation"),
 ]
@@ -343,6 +347,14 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_impossible_arguments_are_rejected(changed, error, sentence):
     with pytest.raises(error, match=sentence):
         make(**changed)
+
+
+def test_sizes_that_the_files_contradict_are_rejected_before_weights_are_loaded(packed_example, tmp_path):
+    with pytest.raises(UnsupportedError, match="layer 0 has hidden_size 256, not 512"):
+        make(packed_example("int8", 1), hidden_size=512)
+    with pytest.raises(KTConvertError, match=f"^{tmp_path}/none: "):
+        make(tmp_path / "none", method="RAWINT4")
+    make(tmp_path / "none")  # tensors need no files
 
 
 def test_a_printed_wrapper_shows_path_and_sizes(packed_example):
@@ -364,9 +376,10 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
     empty, wrapper = make(), load(packed_example("int8", 1))
     hidden, ids, weights = make_inputs(4)
     for call in (empty.forward, empty.submit_forward):
-        with pytest.raises(RuntimeError, match="layer 0 has no weights"):
+        with pytest.raises(StateError, match="layer 0 has no weights"):
             call(hidden, ids, weights)
-    with pytest.raises(RuntimeError, match="without a submit_forward"):
+    assert issubclass(StateError, RuntimeError)
+    with pytest.raises(StateError, match="without a submit_forward"):
         wrapper.sync_forward(hidden)
     few = (hidden[:, :128], ids, weights), (hidden[:3], ids, weights), (hidden, ids, weights[:, :1])
     types = ([[1, 2]], ids, weights), (hidden.long(), ids, weights), (hidden, ids.float(), weights), (hidden, ids, None)

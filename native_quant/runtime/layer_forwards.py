@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.errors import ArgumentError, StateError
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.arguments import describe
 from ktconvert.native_quant.runtime.experts import KTExperts
@@ -257,7 +257,9 @@ class CpuForward:
         Raises ArgumentError for other hidden_states; a later call may then return the result.
         """
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
+            raise StateError(
+                f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it; call that first"
+            )
         job, previous, out = self._submitted
         is_right = _is_tensor(hidden_states, FLOATS) and hidden_states.numel() == out.numel()
         _require(is_right, "hidden_states", FLOATS, out.shape, hidden_states)
@@ -356,7 +358,9 @@ class StreamForward:
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
         """Return a tensor that holds the result when the stream reaches this point."""
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
+            raise StateError(
+                f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it; call that first"
+            )
         (job, buffers), self._submitted = self._submitted, None
         with streams.use_stream(hidden_states.device, cuda_stream) as stream:
             streams.launch(stream, WAIT, job)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN
+from ktconvert.layouts.errors import StateError
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
@@ -113,7 +114,7 @@ class SftMoEWrapper:
     - The gradient of hidden states is summed in float32.
 
     Usage: construct, load, init_lora_weights; then forward(save_for_backward=True), backward, optimizer step. Calls in
-    a different order raise RuntimeError.
+    a different order raise StateError, a RuntimeError.
     """
 
     def __init__(
@@ -341,10 +342,10 @@ class SftMoEWrapper:
         self, hidden_states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, save_for_backward: bool
     ) -> None:
         if self.moe is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+            raise StateError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
         lora = self._require_lora()
         if self._forward is not None:
-            raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
+            raise StateError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
         x, ids, routing_weights = (
             tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights)
         )
@@ -362,7 +363,9 @@ class SftMoEWrapper:
 
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
         if self._forward is None:
-            raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
+            raise StateError(
+                f"layer {self.layer_idx}: sync_forward without a submit_forward before it; call that first"
+            )
         future = self._forward
         self._forward = None
         out, saved = future.result()
@@ -390,8 +393,8 @@ class SftMoEWrapper:
     def sync_forward_inference(self, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward_inference, with its input's shape, dtype and device."""
         if self._inference is None:
-            problem = "sync_forward_inference without a submit_forward_inference before it"
-            raise RuntimeError(f"layer {self.layer_idx}: {problem}")
+            problem = "sync_forward_inference without a submit_forward_inference before it; call that first"
+            raise StateError(f"layer {self.layer_idx}: {problem}")
         like, self._inference = self._inference, None
         out = self.sync_forward()
         with _use_stream(like, cuda_stream):
@@ -419,9 +422,11 @@ class SftMoEWrapper:
         """Start a backward, with a copy of grad_output."""
         require_tensors(grad_output=grad_output)
         if self._backward is not None:
-            raise RuntimeError(f"layer {self.layer_idx}: submit_backward_async again without sync_backward")
+            raise StateError(f"layer {self.layer_idx}: submit_backward_async again without sync_backward")
         if self._saved is None:
-            raise RuntimeError(f"layer {self.layer_idx}: backward without forward(save_for_backward=True) before it")
+            raise StateError(
+                f"layer {self.layer_idx}: backward without forward(save_for_backward=True) before it; call that first"
+            )
         scale = float(optimizer_grad_scale)
         if not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"optimizer_grad_scale must be finite and positive, not {optimizer_grad_scale}")
@@ -446,7 +451,9 @@ class SftMoEWrapper:
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._backward is None:
-            raise RuntimeError(f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it")
+            raise StateError(
+                f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it; call that first"
+            )
         future = self._backward
         self._backward = None
         gradients = future.result()
@@ -477,7 +484,7 @@ class SftMoEWrapper:
         if self.is_skip_lora:
             return None
         if self._window is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no LoRA: call init_lora_weights first")
+            raise StateError(f"layer {self.layer_idx} has no LoRA: call init_lora_weights first")
         return self._window.lora
 
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:

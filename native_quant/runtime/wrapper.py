@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +14,21 @@ import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
-from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.errors import ArgumentError, KTConvertError, StateError
 from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
-from ktconvert.native_quant.runtime.arguments import describe, require_integer, require_one_of, require_path
+from ktconvert.native_quant.runtime.arguments import (
+    describe,
+    require_integer,
+    require_names,
+    require_one_of,
+    require_path,
+)
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import BF16, KTExperts, make_function
+from ktconvert.native_quant.runtime.experts import BF16, KTExperts, make_function, open_experts
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -37,19 +42,9 @@ from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, pars
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 
-
-class _Default(enum.Enum):
-    """Defaults that are no values: an omitted mask, and arguments that are required although others have defaults."""
-
-    OMITTED = "omitted"
-    REQUIRED = "required"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-_OMITTED: Any = _Default.OMITTED
-_REQUIRED: Any = _Default.REQUIRED
+# Defaults that are no values: of a mask, which may be left out, and of the arguments after it, which are required.
+_OMITTED: Any = object()
+_REQUIRED = _OMITTED
 
 
 class KTMoEWrapper:
@@ -63,7 +58,7 @@ class KTMoEWrapper:
     >>> experts.load_weights()
     >>> out = experts.forward(hidden_states, topk_ids, topk_weights)
 
-    In the signature, `required` stands for an argument without a default.
+    All arguments without a default are required, except gpu_experts_mask.
 
     layer_idx         number of the layer, from 0
     num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
@@ -89,7 +84,9 @@ class KTMoEWrapper:
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
     rejects files with a different threadpool_count; `activations` and `memory` are those of KTExperts.load.
 
-    Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel.
+    Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel, and
+    UnsupportedError if weight_path has different sizes. Only load_weights reports a path without weights, since
+    load_weights_from_tensors needs none, except for methods of checkpoints only.
     """
 
     exact: ClassVar[bool] = False
@@ -101,10 +98,8 @@ class KTMoEWrapper:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
         if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
-        try:
-            bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
-        except TypeError as error:
-            raise TypeError(f"KTMoEWrapper() {error}") from None
+        require_names("KTMoEWrapper", _SHOWN, (None, *arguments), named, optional=("gpu_experts_mask",))
+        bound = _SIGNATURE.bind(None, *arguments, **named)
         bound.apply_defaults()
         if bound.arguments["mode"] != "sft":
             return super().__new__(cls)
@@ -163,6 +158,26 @@ class KTMoEWrapper:
         self._stream: StreamForward | None = None
         self._member = ModelMember(self.weight_path, layer_idx)
         self._writes: list[Job] = []
+        if self.weight_path and not cpu_save:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raise UnsupportedError if the weights have different sizes, by reading only headers.
+
+        load_weights_from_tensors reads no weights, so it works without files, except for methods of checkpoints only,
+        for which a KTConvertError is raised if the files cannot be read.
+        """
+        path = Path(self.weight_path)
+        try:
+            source = open_experts(path)
+            shape = source.shape(self.layer_idx) if self.layer_idx in source.layers else None
+        except KTConvertError:
+            if METHODS[self.method].encoding is None:
+                raise
+            return
+        if shape is not None:
+            sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size
+            Requirements(None, *sizes).check(path, self.layer_idx, "headers", shape)
 
     def __repr__(self) -> str:
         """Return path, method and sizes."""
@@ -294,9 +309,9 @@ class KTMoEWrapper:
         return now, later
 
     def _require_loaded(self) -> KTExperts:
-        """Return the experts. Raises RuntimeError before weights are loaded."""
+        """Return the experts. Raises StateError before weights are loaded."""
         if self.moe is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+            raise StateError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
         return self.moe
 
     def forward(
@@ -310,7 +325,7 @@ class KTMoEWrapper:
         topk_weights   floating-point [..., k]: the factor of each expert
         cuda_stream    number of the stream that orders the work, or a torch stream, if hidden_states is on a GPU;
                        None: torch's current one
-        Raises ArgumentError for other tensors, and RuntimeError before weights are loaded.
+        Raises ArgumentError for other tensors, and StateError, a RuntimeError, before weights are loaded.
         """
         if self._cpu is None or is_on_gpu(hidden_states):
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
@@ -334,7 +349,9 @@ class KTMoEWrapper:
         On a CPU it waits for the result; on a stream it makes the stream wait. Deferred experts may still be running.
         """
         if self._cpu is None or self._stream is None:
-            raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
+            raise StateError(
+                f"layer {self.layer_idx}: sync_forward without a submit_forward before it; call that first"
+            )
         if is_on_gpu(hidden_states):
             return self._stream.sync(hidden_states, cuda_stream)
         return self._cpu.sync(hidden_states)
@@ -379,7 +396,7 @@ class KTMoEWrapper:
         """Start to write an expert's weights, cut for gpu_tp_count ranks, for SGLang's prefill on GPUs, and return.
 
         Pointers: an address for each rank, of memory that must live until sync_write_weight_scale_to_buffer has
-        returned. Raises ValueError for invalid arguments, and RuntimeError before weights are loaded.
+        returned. Raises ValueError for invalid arguments, and StateError before weights are loaded.
         """
         experts = self._require_loaded()
         buffers = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
@@ -394,18 +411,25 @@ class KTMoEWrapper:
             job.wait()
 
 
+_SIGNATURE = inspect.signature(KTMoEWrapper.__init__)
+_SHOWN = _SIGNATURE.replace(
+    parameters=[
+        parameter.replace(default=parameter.empty) if parameter.default is _OMITTED else parameter
+        for parameter in _SIGNATURE.parameters.values()
+    ]
+)
 # Programs look for parameters in the signature of __new__, as kt-kernel's class has no __init__.
-KTMoEWrapper.__new__.__signature__ = inspect.signature(KTMoEWrapper.__init__)  # type: ignore[attr-defined]
+_class: Any = KTMoEWrapper
+_class.__new__.__signature__ = _class.__init__.__signature__ = _SHOWN
+_class.__signature__ = _SHOWN.replace(parameters=[*_SHOWN.parameters.values()][1:])
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of either mode. Raises TypeError, ValueError, NotImplementedError."""
-    names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
-    if missing := [name for name in names if arguments[name] is _REQUIRED]:
-        raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
+    """Check the arguments of either mode. Raises ArgumentError, NotImplementedError."""
     methods.check_method(arguments["mode"], arguments["method"])
     make_function(**{name: arguments[name] for name in CONSTANTS})
-    positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
+    sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
+    positive = (*sizes, "cpuinfer_threads", "threadpool_count")
     require_integer("layer_idx", arguments["layer_idx"], 0)
     for name in positive:
         require_integer(name, arguments[name], 1)
