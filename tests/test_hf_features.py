@@ -26,7 +26,7 @@ from rig import conversion, hf  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.arange(3, 30)[None]
-NO_GRADIENT = r"hot experts have no gradients \(layer \d of .*\): to train, load the model without num_gpu_experts"
+NO_GRADIENT = r"hot experts have no gradients \(layer \d of .*\): to train, load the model without hot experts"
 
 
 @pytest.fixture(scope="module")

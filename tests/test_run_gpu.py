@@ -308,11 +308,11 @@ def test_wrong_and_damaged_masks_are_rejected(trained_model, content, why, tmp_p
 
 INT8 = ("--cpu-weights", "{int8}")
 REFUSED: list[tuple[tuple[str, ...], type[KTConvertError], str]] = [
-    (("--num-gpu-experts", "2"), UsageError, "experts that --cpu-weights does not compute; also give --cpu-weights"),
+    (("--num-gpu-experts", "2"), UsageError, "--num-gpu-experts selects experts that --cpu-weights does not compute"),
     (
         ("--gpu-experts-mask", "{mask}"),
         UsageError,
-        "experts that --cpu-weights does not compute; also give --cpu-weights",
+        "--gpu-experts-mask selects experts that --cpu-weights does not compute; also give --cpu-weights",
     ),
     ((*INT8, "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"), UsageError, "give one of them"),
     ((*INT8, "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),
@@ -398,7 +398,7 @@ def test_hot_experts_reject_adapters(case):
     )
     assert "experts" not in str(attention.peft_config["default"].target_modules)
     with pytest.raises(
-        UnsupportedError, match="experts on the GPU do not support adapters; load the model without gpu"
+        UnsupportedError, match="experts on the GPU do not support adapters; load the model without hot"
     ):
         peft.get_peft_model(
             load(case.packed, case.cold, gpu_experts_mask=mask), peft.LoraConfig(target_modules=["experts"])

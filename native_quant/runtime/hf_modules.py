@@ -287,7 +287,7 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], .
 NUMBER_BYTES = 8  # the handle begins with the number
 PADDED = 256  # the size of a handle is a multiple of it, in bytes
 NO_GRADIENT = (
-    "hot experts have no gradients ({name}): to train, load the model without num_gpu_experts; to compute "
+    "hot experts have no gradients ({name}): to train, load the model without hot experts; to compute "
     "without gradients, call it under torch.no_grad() or torch.inference_mode()"
 )
 _registered: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()

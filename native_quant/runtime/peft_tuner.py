@@ -202,7 +202,7 @@ def _require_adaptable(experts: Iterable[RoutedExperts]) -> None:
     """Raise UnsupportedError for experts that cannot compute with an adapter."""
     for module in experts:
         if module.hot is not None:
-            remedy = "load the model without gpu_experts_mask"
+            remedy = "load the model without hot experts"
             raise UnsupportedError(f"experts on the GPU do not support adapters; {remedy}")
         require_trainable(module.experts)
 
