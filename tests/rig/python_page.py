@@ -91,18 +91,17 @@ def write_tables() -> str:
     groups = group_options(CONVERSION_OPTIONS) | group_options({"verify": VerifyOptions})
     for title, rows in groups.items():
         heading = f"[`{title}`](commands/{title}.md)" if title in {*CONVERSION_OPTIONS, "verify"} else title
-        lines = [f"| `{name}` | `{escape(kind)}` | {escape(meaning)} |" for name, (kind, meaning) in rows.items()]
-        parts.append(
-            "\n".join(
-                ["", f"Options of {heading}:", "", "| name | type and default | meaning |", "|---|---|---|", *lines]
-            )
-        )
+        lines = [write_row(name, kind, meaning) for name, (kind, meaning) in rows.items()]
+        head = ["| name | type | default | meaning |", "|---|---|---|---|"]
+        parts.append("\n".join(["", f"Options of {heading}:", "", *head, *lines]))
     return "\n".join([*parts, "", ""])
 
 
-def escape(cell: str) -> str:
-    """Return the text of a table's cell."""
-    return cell.replace("|", "\\|")
+def write_row(name: str, kind: str, meaning: str) -> str:
+    """Return the row of an option. A | in code would be shown as \\| on the site, or would end the cell on GitHub."""
+    kind, _, default = kind.partition(" = ")
+    types = kind.replace(" | ", "` or `")
+    return f"| `{name}` | `{types}` | {f'`{default}`' if default else 'required'} | {meaning} |"
 
 
 def write_page(page: str) -> str:
