@@ -226,6 +226,14 @@ def test_damage_is_named(which, copy):
     assert words in require_refused(without_manifest(output))
 
 
+def test_the_index_of_a_missing_shard_is_a_problem(copy):
+    output = copy("int4-merged")
+    (output / FIRST).unlink()
+    report = run_verify(output)
+    assert failed_checks(report) == ["files", "index"]
+    assert problems(report, "index") == [f"{INDEX} names {FIRST}, which is missing"]
+
+
 def test_inspect_reports_the_same_codes_as_verify(copy, cli):
     name, damage, words = DAMAGE["codes of -8"]
     output = copy(name)
