@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.errors import UsageError, absent_path, wrong_folder
+from ktconvert.layouts.errors import UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -230,7 +230,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         if not options.output.exists():
             raise absent_path(options.output)
         remedy = f"start one with `ktconvert {'`, `'.join(CONVERSION_OPTIONS)}` or `train`"
-        raise wrong_folder(options.output, "not an unfinished conversion", remedy)
+        raise bad_file(options.output, "not an unfinished conversion", remedy)
     if saved.command == TRAIN:
         return _resume_training(options, saved)
     preconditions.check_kernels()

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, wrong_folder
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs.opening import TRAIN, is_output, is_whole_model
+from ktconvert.layouts.outputs.opening import TRAIN, require_model
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
@@ -178,10 +178,9 @@ def _require_checkpoint(options: Any) -> None:
     if options.command in ("merge", "resplit") or not path.is_dir():
         return
     if is_adapter(path):
-        raise wrong_folder(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
-    if is_output(path) and not is_whole_model(path):
-        remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
-        raise wrong_folder(path, "contains converted experts, not a model", remedy)
+        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+    remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
+    require_model(path, remedy)
 
 
 def _add_hashes(
