@@ -98,7 +98,7 @@ def execute_plans(
         require_disk(remaining, with_workers=with_workers)
         if executor is None:
             threads = fit_threads([plan for plan, _ in workdirs], reporter, threads)
-        stop = StopFlag()
+        stop = StopFlag([plan.options.output for plan, _ in workdirs])
         resources.enter_context(stop.handle_signals())
         for plan, workdir in workdirs:
             resources.enter_context(record_run(workdir))

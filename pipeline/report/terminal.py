@@ -17,7 +17,9 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 REWRITE_LINE = re.compile("\r|(?:\x1b\\[A)+$")
 
 STDOUT = "standard output"
-NAMES = {"<stdout>": STDOUT, "<stderr>": "standard error"}  # name of a stream -> its name in messages
+STDERR = "standard error"
+# Name of a stream, or number of one that was closed -> its name in messages
+NAMES = {"<stdout>": STDOUT, 1: STDOUT, "<stderr>": STDERR, 2: STDERR}
 
 
 def escape(text: str) -> str:
