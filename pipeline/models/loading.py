@@ -145,8 +145,8 @@ class ModelChoice:
     def validate(self) -> None:
         """Raise UsageError for options that exclude each other, InputError or UnsupportedError for unusable files."""
         if self.has_hot_experts and self.cpu_weights is None:
-            problem = "--gpu-experts-mask and --num-gpu-experts select experts that --cpu-weights does not compute"
-            raise UsageError(f"{problem}; also give --cpu-weights")
+            flag = "--num-gpu-experts" if self.gpu_experts_mask is None else "--gpu-experts-mask"
+            raise UsageError(f"{flag} selects experts that --cpu-weights does not compute; also give --cpu-weights")
         if self.gpu_experts_mask is not None and self.num_gpu_experts is not None:
             raise UsageError("--gpu-experts-mask and --num-gpu-experts exclude each other; give one of them")
         if self.adapter is not None:
