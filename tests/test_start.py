@@ -70,7 +70,16 @@ def test_conversion_succeeds_with_closed_streams(closed, options, output, tmp_pa
     assert read_tree(tmp_path / "out") == read_tree(output)
 
 
-@pytest.mark.parametrize("words", ["--version", "cpu {example} {out} --dry-run", "inspect {output}", "verify {output}"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--version",
+        "cpu {example} {out} --dry-run",
+        "cpu {example} {out} --json",
+        "inspect {output}",
+        "run {example} --cpu-weights {output} --prompt x --max-new-tokens 1",
+    ],
+)
 def test_a_closed_stdout_that_a_result_needs_is_an_error(words, output, example, tmp_path):
     paths = {"output": output, "example": example, "out": tmp_path / "out"}
     line = ["sh", "-c", 'exec "$@" >&-', "sh", *conversion.KTCONVERT, *words.format(**paths).split()]

@@ -74,5 +74,6 @@ def run(options: RunOptions) -> None:
 
 def _say(text: str) -> None:
     stream = sys.stdout if sys.stdout.isatty() else terminal.raw_stream(sys.stdout)
-    stream.write(text)
-    stream.flush()
+    with terminal.name_in_errors(stream):
+        stream.write(text)
+        stream.flush()

@@ -39,6 +39,16 @@ def shorten_paths(text: str) -> str:
     return re.sub(rf"{path}(?![\w./-])", ".", re.sub(rf"{path}/(?=[\w.])", "", text))
 
 
+@contextlib.contextmanager
+def name_in_errors(stream: TextIO) -> Iterator[None]:
+    """Name a standard stream in the OSError of a write to it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = NAMES.get(stream.name)
+        raise
+
+
 class EscapingStream(io.TextIOWrapper):
     """A text stream on the file of a given stream; it escapes everything that is written to it.
 
@@ -56,21 +66,13 @@ class EscapingStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         rewrite = REWRITE_LINE.match(text) if self.isatty() else None
         start = rewrite.end() if rewrite is not None else 0
-        with self._name_in_errors():
+        with name_in_errors(self):
             super().write(text[:start] + escape(self._edit(text[start:])))
         return len(text)
 
     def flush(self) -> None:
-        with self._name_in_errors():
+        with name_in_errors(self):
             super().flush()
-
-    @contextlib.contextmanager
-    def _name_in_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = NAMES.get(self.name)
-            raise
 
 
 def install() -> None:
