@@ -111,12 +111,7 @@ def bad_tensor(
 
 
 def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError:
-    """Return the error for a damaged file; `problem` follows its path."""
-    return InputError(problem, remedy, path=path)
-
-
-def wrong_folder(path: Path | str, problem: str, remedy: str) -> InputError:
-    """Return the error for a folder to read that holds something else than the command reads."""
+    """Return the error for a damaged file, or a path to something that the command does not read."""
     return InputError(problem, remedy, path=path)
 
 

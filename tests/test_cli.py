@@ -41,6 +41,11 @@ def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) ->
         assert f"note: {flag.removesuffix(' 4')}" in result.stderr
 
 
+def test_capped_threads_are_noted_without_verbose(tmp_path: Path, cli: Any, example: Path) -> None:
+    result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--threads", 100_000, env={"KTCONVERT_CPU_VERBOSE": "0"})
+    assert "note: --threads 100000 is capped at the" in result.stderr and re.search("more notes?: -v", result.stderr)
+
+
 def test_notes_are_only_events_with_json(tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--gpu", "--json", "--dry-run")
     assert '{"event": "note", "text": "--gpu is accepted' in result.stdout and result.stderr == ""
@@ -275,6 +280,13 @@ def test_missing_arguments_have_one_message(line: str, missing: str, cli: Any) -
     assert cli(*words, code=2).stderr == f"ktconvert: {missing} is missing; {remedy}.\n"
 
 
+def test_swapped_input_and_output_are_recognized(tmp_path: Path, cli: Any, example: Path, packed_example: Any) -> None:
+    for first in (tmp_path / "new", packed_example("int8", 1)):
+        for more in ((), ("--overwrite", "--delete-others")):
+            message = "is not a model, but examples/qwen3-moe-small is one; give the model first, then the output.\n"
+            assert cli("cpu", first, example, *more, code=5).stderr.endswith(message)
+
+
 def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--output", tmp_path / "b", code=2)
     assert "-o is given 2 times" in result.stderr and list(tmp_path.iterdir()) == []
@@ -284,6 +296,27 @@ def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example:
 @pytest.mark.parametrize("line", ["verfy", "convert a b", "cpu --quant-metod int8"])
 def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
     assert re.search(r"Did you mean.*'(verify|cpu|--quant-method)'", cli(*line.split(), code=2).stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("cup", "No such command 'cup'. Did you mean 'up' or 'cpu'?"),
+        ("frobnicate", "No such command 'frobnicate'; see `ktconvert --help`."),
+        (
+            "-v",
+            "No such option '-v'; give the options of a command after its name, and -V or --version for the version.",
+        ),
+        ("-v verify OUT", "No such option '-v'; give the options of a command after its name, and -V"),
+        (
+            "run MODEL --prompt x --temperature -1",
+            "Invalid value for '--temperature': must be at least 0, not -1.0; see",
+        ),
+        ("train MODEL OUT --dropout 2", "Invalid value for '--dropout': must be from 0 to 0.99, not 2.0; see"),
+    ],
+)
+def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
+    assert cli(*line.split(), code=2).stderr.startswith(f"ktconvert: {message}")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ for number in range(int(sys.argv[3])):
         try:
             lock = acquire(root, output)
         except OutputError as error:
-            assert "is converting into it" in str(error), error
+            assert "is writing to it" in str(error), error
             os.write(report, b"0")
         else:
             os.write(report, b"1")
@@ -240,20 +240,18 @@ def test_shares_work_together_and_exclude_other_processes(tmp_path, system):
     unshared = Process(output, KTCONVERT_HOST="a", **system)
     for n, share in enumerate(shares):
         assert f"job share {n}/3 (process {share.process.pid} on host {'abc'[n]})" in unshared.text
-    assert unshared.text.count(" are converting into it; wait for them or stop them.") == 1
+    assert unshared.text.count(" are writing to it; wait for them or stop them.") == 1
     duplicate = Process(output, "1/3", KTCONVERT_HOST="d", **system)
-    assert (
-        f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is converting into it" in duplicate.text
-    )
+    assert f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is writing to it" in duplicate.text
     shares[0].end()
     shares[2].end()
     unshared = Process(output, KTCONVERT_HOST="b", **system)
-    assert f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is converting into it" in unshared.text
+    assert f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is writing to it" in unshared.text
     shares[1].end(signal.SIGKILL)
     unshared = Process(output, KTCONVERT_HOST="b", **system)
     assert unshared.holds
     share = Process(output, "2/3", KTCONVERT_HOST="b", **system)
-    assert f"process {unshared.process.pid} on host b is converting into it; wait for it or stop it." in share.text
+    assert f"process {unshared.process.pid} on host b is writing to it; wait for it or stop it." in share.text
     unshared.end()
     share = Process(output, "1/3", KTCONVERT_HOST="b", **system)
     assert share.holds
@@ -269,7 +267,7 @@ def test_shares_and_an_unshared_process_exclude_each_other(tmp_path, system):
         unshared = shares.pop(1)
         assert not (unshared.holds and any(share.holds for share in shares))
         rounds += unshared.holds or any(share.holds for share in shares)
-        assert all(process.holds or "converting into it" in process.text for process in (unshared, *shares))
+        assert all(process.holds or "writing to it" in process.text for process in (unshared, *shares))
         for process in (unshared, *shares):
             process.end()
 
@@ -283,7 +281,7 @@ def test_a_file_replaces_missing_file_system_locks(tmp_path, preloads, reason):
     holder = json.loads(lock_file.read_bytes())
     assert [holder[key] for key in ("pid", "host", "boot")] == [first.process.pid, machine.host(), machine.boot_id()]
     second = Process(tmp_path / "out", **env)
-    assert f"process {first.process.pid} on host {machine.host()} is converting into it" in second.text
+    assert f"process {first.process.pid} on host {machine.host()} is writing to it" in second.text
     assert "--force-unlock" not in second.text  # the process is known to run
     first.end()
     assert not lock_file.exists()
@@ -341,9 +339,9 @@ def test_only_locks_of_dead_processes_are_taken_over(tmp_path, no_locks):
         lock_file = f"{number}.work/lock.held"
         assert (conversion.tree(tmp_path)[lock_file] == before[lock_file]) == respected, text
         if isinstance(content, bytes):
-            assert "another process is converting into it" in text and "--force-unlock" in text
+            assert "another process is writing to it" in text and "--force-unlock" in text
         elif respected:
-            assert f"process {pid} on host {content.get('host', 'this')} is converting into it" in text
+            assert f"process {pid} on host {content.get('host', 'this')} is writing to it" in text
 
 
 def test_processes_with_locks_respect_lock_files(tmp_path, no_locks):
@@ -387,7 +385,7 @@ def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
 
 def test_force_unlock_cannot_remove_file_system_locks(tmp_path):
     first = Process(tmp_path / "out", KTCONVERT_HOST="a")
-    name = f"process {first.process.pid} on host a is converting into it"
+    name = f"process {first.process.pid} on host a is writing to it"
     with pytest.raises(OutputError, match=f"{name}.*--force-unlock cannot remove it"):
         unlock(tmp_path / "out.work", tmp_path / "out")
     first.end()

@@ -129,3 +129,21 @@ def test_every_command_with_a_path_has_a_case():
 def test_a_directory_without_weights_has_one_exit_code(words, places, tmp_path):
     error = run_in_process(*words.format(**places, empty=tmp_path).split()).exception
     assert type(error) is InputError and str(error).startswith(f"{tmp_path}: has no "), error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{name} {{file}} {{out}}" for name in ("cpu", "gpu", "calibrate", "dequantize", "fetch")),
+        *(f"{name} {{file}}" for name in ("inspect", "fit", "up")),
+        "train {file} {out} --dataset {text}",
+        "verify {converted} --against {file}",
+        "run {file} --prompt x",
+        "serve {file}",
+    ],
+)
+def test_a_file_of_a_model_leads_to_its_directory(words, places):
+    file = places["model"] / "config.json"
+    error = run_in_process(*words.format(**places, file=file).split()).exception
+    assert type(error) is InputError, error
+    assert str(error).startswith(f"{file}: ") and str(error).endswith(f"; give the directory {places['model']}.")

@@ -140,6 +140,20 @@ def test_files_outside_the_manifest_are_not_overwritten(tmp_path, source, output
     assert conversion.tree(output) == expected and (tmp_path / "far" / "mine").read_text() == "years"
 
 
+def test_a_damaged_manifest_is_named_with_its_remedy(source, output, expected):
+    assert convert(source, output).returncode == 0
+    (output / "manifest.json").write_text("{")
+    remedy = "restore it, or convert again with --overwrite --delete-others."
+    for result in (convert(source, output), *(conversion.ktconvert(word, output) for word in ("resume", "verify"))):
+        conversion.check_refusal(result, 6, f"{output / 'manifest.json'}: not a valid manifest", remedy)
+    count = sum(data is not None for data in expected.values())
+    replaced = (f"{count} files", "whose manifest cannot be read: ")
+    conversion.check_refusal(convert(source, output, "--overwrite"), 7, *replaced, "or add --delete-others.")
+    result = convert(source, output, "--overwrite", "--delete-others")
+    check_success(result, output, expected)
+    assert all(words in result.stderr for words in replaced)
+
+
 @pytest.mark.parametrize("link", [False, True], ids=["a file", "a broken link"])
 def test_an_output_that_is_no_folder_is_refused(source, output, link):
     if link:
@@ -465,6 +479,7 @@ def test_a_failed_run_keeps_only_finished_units(tmp_path, source, output, finish
     conversion.check_refusal(result, 5, shard.name)
     assert conversion.names(output.parent) == ["out.work"] * finished
     kept = f"note: 1 of 2 units are finished and kept in {output}.work; `ktconvert resume {output}` continues"
+    kept += " (with --verify-inputs after you replace an input file)"
     assert (kept in result.stderr) == bool(finished)
     shard.write_bytes(intact)
     words = ("resume", output, "--verify-inputs") if finished else ("cpu", model, output)

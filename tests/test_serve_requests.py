@@ -230,6 +230,18 @@ def test_invalid_requests_are_rejected(server, path, body, param):
     assert len(server.passes) == before
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (chat(max_token=4), "max_token: is not a parameter of this server; did you mean max_tokens?"),
+        (chat(colour="red"), "colour: is not a parameter of this server; leave it out"),
+        (chat(messages=[{"rol": "user"}]), "messages[0].rol: is not a parameter of this server; did you mean role?"),
+    ],
+)
+def test_unknown_parameters_suggest_a_similar_one(server, body, message):
+    assert post(server, CHAT, body).json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("path", NO_EFFECT)
 def test_parameters_without_effect_are_accepted(server, path):
     """The answer is the same without them."""

@@ -51,12 +51,13 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
         process.kill()
         os.close(writer)
     assert process.returncode == (130 if number == signal.SIGINT else -number), text
-    assert text.strip() == ("ktconvert: interrupted." if number == signal.SIGINT else "")
+    before = " before the output was begun; run the same command again" if command == "cpu" else ""
+    assert text.strip() == (f"ktconvert: interrupted{before}." if number == signal.SIGINT else "")
 
 
 @pytest.mark.parametrize(
     ("closed", "options"),
-    [("<&-", ["--json"]), (">&-", []), ("2>&-", ["--json"]), ("<&- >&- 2>&-", []), ("<&- >&- 2>&-", ["--json"])],
+    [("<&-", ["--json"]), (">&-", []), ("2>&-", ["--json"]), ("<&- >&- 2>&-", [])],
 )
 def test_conversion_succeeds_with_closed_streams(closed, options, output, tmp_path, example, read_tree):
     where = ["-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", "1"]
@@ -67,6 +68,24 @@ def test_conversion_succeeds_with_closed_streams(closed, options, output, tmp_pa
     if options:
         assert all(json.loads(line) for line in result.stdout.splitlines())
     assert read_tree(tmp_path / "out") == read_tree(output)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--version",
+        "cpu {example} {out} --dry-run",
+        "cpu {example} {out} --json",
+        "inspect {output}",
+        "run {example} --cpu-weights {output} --prompt x --max-new-tokens 1",
+    ],
+)
+def test_a_closed_stdout_that_a_result_needs_is_an_error(words, output, example, tmp_path):
+    paths = {"output": output, "example": example, "out": tmp_path / "out"}
+    line = ["sh", "-c", 'exec "$@" >&-', "sh", *conversion.KTCONVERT, *words.format(**paths).split()]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    message = "ktconvert: standard output is closed; redirect it to a file or to /dev/null.\n"
+    assert result.returncode == 1 and result.stderr.endswith(message), result
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["cpu", "--help"], ["--version"], ["inspect", "{output}"],

@@ -210,6 +210,7 @@ def test_all_output_passes_the_escaping_stream() -> None:
     assert {entry.partition(":")[0] for entry in found} == {
         "pipeline/cli/run.py",  # the text that a model writes, where a program reads it
         "pipeline/cli/status.py",
+        "pipeline/engine/loop.py",  # a message of a signal handler, escaped when the run begins
         "pipeline/report/progress.py",
         "pipeline/report/terminal.py",
     }, found

@@ -226,6 +226,14 @@ def test_damage_is_named(which, copy):
     assert words in require_refused(without_manifest(output))
 
 
+def test_the_index_of_a_missing_shard_is_a_problem(copy):
+    output = copy("int4-merged")
+    (output / FIRST).unlink()
+    report = run_verify(output)
+    assert failed_checks(report) == ["files", "index"]
+    assert problems(report, "index") == [f"{INDEX} names {FIRST}, which is missing"]
+
+
 def test_inspect_reports_the_same_codes_as_verify(copy, cli):
     name, damage, words = DAMAGE["codes of -8"]
     output = copy(name)
@@ -242,7 +250,7 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
 def test_wrong_numa_or_method_is_refused(name, conversions):
     output, ours = conversions[name], formats_by_option("cpu")[name[:4]].name
     sentence = require_refused(output, "--numa", 1)
-    assert "--numa 1 was given, but the weights are for 2 NUMA slices" in sentence
+    assert "the weights are for 2 NUMA slices, not for --numa 1" in sentence
     assert "--kt-threadpool-count 2" in sentence
     sentence = require_refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
     assert f"the weights have the sizes of {ours}" in sentence

@@ -165,6 +165,6 @@ def read_manifest(folder: Path) -> Manifest | None:
                 raise ValueError("a file name is too long")
     except ValueError as error:
         raise VerificationError(
-            f"{path}: not a valid manifest ({error}); convert again into a new directory."
+            f"{path}: not a valid manifest ({error}); restore it, or convert again with --overwrite --delete-others."
         ) from error
     return manifest

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ktconvert.layouts.errors import InputError, VerificationError, wrong_folder
+from ktconvert.layouts.errors import InputError, VerificationError, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
@@ -72,6 +72,12 @@ def is_whole_model(path: Path) -> bool:
     return record is not None and _manifest_format(record).arrangement.is_whole_model
 
 
+def require_model(path: Path, remedy: str) -> None:
+    """Raise InputError for a directory with converted experts that is not a whole model."""
+    if is_output(path) and not is_whole_model(path):
+        raise bad_file(path, "contains converted experts, not a model", remedy)
+
+
 def _read_valid_manifest(path: Path) -> Manifest | None:
     """Read a manifest; return None if there is none, or if it is damaged."""
     with contextlib.suppress(VerificationError):
@@ -94,11 +100,11 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             manifest.read_manifest(root)  # raises an error if it is damaged
             remedy = "restore that file or convert again; otherwise give the directory of an output"
             problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
-            raise wrong_folder(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
+            raise bad_file(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
         has_shards = next(root.glob("*.safetensors"), None) is not None
         problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"
-        raise wrong_folder(root, problem, remedy)
+        raise bad_file(root, problem, remedy)
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:
@@ -200,7 +206,7 @@ def _require_trusted(root: Path, record: Manifest) -> None:
     """Raise VerificationError for a required fact of a wrong type, InputError for statistics."""
     if record.command == CALIBRATE:
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
-        raise wrong_folder(root, "contains statistics of a model's experts, but no weights", f"use it with {readers}")
+        raise bad_file(root, "contains statistics of a model's experts, but no weights", f"use it with {readers}")
     facts = record.facts
     has_sizes = {"experts", "hidden", "intermediate"} <= facts.keys()
     if not has_sizes or not _manifest_format(record).arrangement.is_trusted(facts):

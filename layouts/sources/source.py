@@ -31,6 +31,7 @@ from ktconvert.native_quant.arrays import Array
 READ_AHEAD = 128 << 10
 
 PYTORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # which transformers reads without safetensors
+PYTORCH_SUFFIXES = (".bin", ".pth", ".pt")
 
 # NumPy types of tensors; dtypes that NumPy lacks are unsigned integers of the same width.
 VIEWS: dict[str, type[np.generic]] = {
@@ -252,7 +253,11 @@ def _select_file(path: Path) -> tuple[Container, Selection]:
         if path.suffix == container.suffix:
             return container, container.select_file(path)
     suffixes = " or ".join(container.suffix for container in CONTAINERS)
-    raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
+    problem, folder = f"not a {suffixes} file", path.parent
+    if path.suffix in PYTORCH_SUFFIXES:
+        raise UnsupportedError(f"{path}: {problem}; use the safetensors release")
+    remedy = f"give the directory {folder}" if (folder / "config.json").exists() else "give a model's directory"
+    raise bad_file(path, problem, remedy)
 
 
 def _select_files(root: Path) -> tuple[Container, Selection]:
@@ -266,7 +271,7 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
     for container in CONTAINERS:
         if (selection := container.select(root, files)) is not None:
             return container, selection
-    for suffix in (".bin", ".pth", ".pt"):
+    for suffix in PYTORCH_SUFFIXES:
         if any(f.endswith(suffix) for f in files):
             problem = f"holds PyTorch {suffix} weights only, which are not an input"
             raise UnsupportedError(f"{root}: {problem}; use the safetensors release")

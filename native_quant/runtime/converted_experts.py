@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction, read_functions
 from ktconvert.layouts.checkpoints.recognition import function_by_config
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, absent_path
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
@@ -260,6 +260,6 @@ def open_converted(path: Path) -> ConvertedExperts:
     if not path.exists():
         raise absent_path(path, remedy)
     if not path.is_dir():
-        raise UnsupportedError("not a directory", remedy, path=path)
+        raise bad_file(path, "not a directory", remedy)
     source = _open(path.resolve(), directory_state(path))
     return source if source.path == path else replace(source, path=path)

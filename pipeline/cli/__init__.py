@@ -96,8 +96,11 @@ LIMIT_MESSAGES = ("can't start new thread", "failed to map segment", "annot allo
 
 
 def normalize_token(token: str) -> str:
-    """Return the canonical spelling of a command, option or choice; underscores and capitals are allowed, too."""
-    return token.lower().replace("_", "-")
+    """Return the canonical spelling of a command, option or choice; underscores and capitals are allowed, too.
+
+    A letter stays as it is: -V is the version, and -v shows more.
+    """
+    return token if len(token) == 1 else token.lower().replace("_", "-")
 
 
 class LazyGroup(click.Group):
@@ -132,10 +135,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:  # click knows only imported commands
-            name, message = error.command_name, None
-            if name in OTHER_WORDS:
-                message = f"No such command {name!r}. Did you mean {OTHER_WORDS[name]}?"
-            raise click.NoSuchCommand(name, message, None if message else COMMANDS, ctx) from None
+            name = error.command_name
+            near = OTHER_WORDS.get(name) or " or ".join(map(repr, difflib.get_close_matches(name, COMMANDS)))
+            suggestion = f". Did you mean {near}?" if near else ""
+            raise click.NoSuchCommand(name, f"No such command {name!r}{suggestion}", ctx=ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -243,7 +246,7 @@ def main() -> None:
         if code := getattr(error, "exit_code", None):  # of a run that can be resumed
             _fail(str(error), code)
         click.echo(err=True)  # the line of the terminal's ^C
-        _fail("interrupted.", 130)
+        _fail(str(error) or "interrupted.", 130)
     except BrokenPipeError:  # the reader of our output has ended
         _discard(sys.stdout)
         sys.exit(141)
@@ -259,6 +262,8 @@ def main() -> None:
             place = error.filename or "the system"
             if place == terminal.STDOUT:
                 _discard(sys.stdout)
+                if error.errno == errno.EBADF:
+                    _fail("standard output is closed; redirect it to a file or to /dev/null.", 1)
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
@@ -274,12 +279,16 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of closed standard streams: otherwise prints would go into the next file that we open."""
+    """Open /dev/null in place of closed standard streams: otherwise prints would go into the next file that we open.
+
+    Results that a closed stdout cannot receive are an error: its /dev/null cannot be written.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            mode = os.O_RDONLY if name == "stdout" else os.O_RDWR
+            os.set_inheritable(os.open(os.devnull, mode), True)  # gets the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     terminal.install()
 
@@ -306,6 +315,9 @@ def _describe_usage(error: click.ClickException) -> str:
         if near is None and (owners := _find_owners(error)):
             return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
         near = near or difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+        if not near and error.ctx is not None and error.ctx.parent is None:  # before a command
+            remedy = "give the options of a command after its name, and -V or --version for the version"
+            return f"No such option '{error.option_name}'; {remedy}."
         error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     message = error.format_message()
     context = getattr(error, "ctx", None)

@@ -36,7 +36,7 @@ def bench(options: BenchOptions) -> None:
 
     preconditions.check_plot(options.plot)
     preconditions.check_kernels("the command again")
-    threads = preconditions.limit_optional_threads(options.threads, Reporter().note)
+    threads = preconditions.limit_optional_threads(options.threads, Reporter().announce)
     document = measure_layer(options.output, options.layer, options.tokens, threads, options.activations)
     if options.plot is not None:
         plot_bench(options.plot, document)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import UsageError, absent_path, wrong_folder
+from ktconvert.layouts.errors import UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -18,6 +21,7 @@ from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directo
 from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do, require_files, require_writable_output
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
+from ktconvert.pipeline.engine.loop import Interrupted
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
@@ -183,13 +187,31 @@ def resume(options: ResumeOptions) -> None:
 
 def convert(options: ConversionOptions) -> None:
     """Run a conversion command, or with --dry-run print its plan."""
-    reporter = options.reporting.reporter
     options.existing.require_consistent()
     outputs = commands.split_outputs(options)
-    unused = [note for output in outputs for note in _list_unused(output)]
+    with _explain_interrupt([output.output for output in outputs]):
+        _convert_outputs(options, outputs)
+
+
+@contextlib.contextmanager
+def _explain_interrupt(outputs: Sequence[Path]) -> Iterator[None]:
+    """Raise KeyboardInterrupt with the command that continues, for a Ctrl-C before the engine handles it."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        if begun := [output for output in outputs if locate(output).plan.exists()]:
+            raise Interrupted(signal.SIGINT, begun) from None
+        raise KeyboardInterrupt("interrupted before the output was begun; run the same command again.") from None
+
+
+def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOptions]) -> None:
+    reporter = options.reporting.reporter
+    always_shown = [note for output in outputs for note in _list_unused(output)]
     option_notes = [note for output in outputs for note in _make_option_notes(output)]
     preconditions.check_kernels()
-    threads = preconditions.limit_threads("--threads", options.execution.threads, option_notes.append)
+    threads = preconditions.limit_threads("--threads", options.execution.threads, always_shown.append)
     worker_threads = options.execution.threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
@@ -199,7 +221,7 @@ def convert(options: ConversionOptions) -> None:
     overwrite = options.existing.overwrite
     for plan in plans:
         require_writable_output(plan, overwrite)
-    for note in dict.fromkeys(unused):
+    for note in dict.fromkeys(always_shown):
         reporter.announce(note)
     for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
@@ -230,7 +252,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         if not options.output.exists():
             raise absent_path(options.output)
         remedy = f"start one with `ktconvert {'`, `'.join(CONVERSION_OPTIONS)}` or `train`"
-        raise wrong_folder(options.output, "not an unfinished conversion", remedy)
+        raise bad_file(options.output, "not an unfinished conversion", remedy)
     if saved.command == TRAIN:
         return _resume_training(options, saved)
     preconditions.check_kernels()
@@ -238,7 +260,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     execution = options.execution
     threads = execution.threads or saved_options.execution.threads
     changes: dict[str, Any] = {
-        "threads": preconditions.limit_threads("--threads", threads, reporter.note),
+        "threads": preconditions.limit_threads("--threads", threads, reporter.announce),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
     }
@@ -246,16 +268,17 @@ def resume_conversion(options: ResumeOptions) -> None:
         changes["allow_machine_change"] = True
     if any(option_field.name == "executor" for option_field in find_given_options(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
-    plan = commands.make_plan(with_values(saved_options, **changes, dry_run=options.dry_run), reporter)
-    require_compatible([plan], options.workers)
-    if options.dry_run:
-        as_json = options.reporting.json_events
-        with_workers = uses_workers(options.workers)
-        dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
-        return
-    require_all_shares(plan, paths)
-    trust_store = options.earlier_run.trust_store
-    run_plans([plan], reporter, options.workers, execution.threads, trust_store=trust_store)
+    with _explain_interrupt([options.output]):
+        plan = commands.make_plan(with_values(saved_options, **changes, dry_run=options.dry_run), reporter)
+        require_compatible([plan], options.workers)
+        if options.dry_run:
+            as_json = options.reporting.json_events
+            with_workers = uses_workers(options.workers)
+            dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
+            return
+        require_all_shares(plan, paths)
+        trust_store = options.earlier_run.trust_store
+        run_plans([plan], reporter, options.workers, execution.threads, trust_store=trust_store)
 
 
 def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
@@ -332,7 +355,7 @@ def run_plans(
         if backend.executor is not None:
             threads = threads or backend.threads
         elif backend.threads is not None:
-            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter.note)
+            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter.announce)
         else:
             threads = None
         if share is not None:

@@ -106,6 +106,6 @@ def make_model_choice(command: str, options: Options, reporter: Reporter, extra:
         getattr(option_field.declaration, "argument", None) or option_field.name: option_field.get(options)
         for option_field in option_fields(type(options))
     }
-    values["threads"] = limit_optional_threads(values["threads"], reporter.note)
+    values["threads"] = limit_optional_threads(values["threads"], reporter.announce)
     names = [field.name for field in fields(ModelChoice)]
     return ModelChoice(**{name: values[name] for name in names if name in values})

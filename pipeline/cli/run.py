@@ -20,7 +20,8 @@ def run(options: RunOptions) -> None:
     """Generate text with transformers, with the routed experts computed by ktconvert's runtime.
 
     Without --cpu-weights, the runtime computes the experts in MODEL's own format if it can; otherwise transformers
-    does, and a note says why. Text goes to stdout, tokens per second to stderr.
+    does, and a note says why. Text goes to stdout, tokens per second to stderr. Hashes of the converted experts are not
+    checked; `ktconvert verify OUT` does that.
 
     Examples:
       ktconvert run MODEL --cpu-weights OUT --prompt "Once upon a time"
@@ -73,5 +74,6 @@ def run(options: RunOptions) -> None:
 
 def _say(text: str) -> None:
     stream = sys.stdout if sys.stdout.isatty() else terminal.raw_stream(sys.stdout)
-    stream.write(text)
-    stream.flush()
+    with terminal.name_in_errors(stream):
+        stream.write(text)
+        stream.flush()

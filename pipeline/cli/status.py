@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import absent_path, wrong_folder
+from ktconvert.layouts.errors import absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
@@ -97,7 +97,7 @@ def read_status(output: Path) -> dict[str, Any]:
             if not output.exists():
                 raise absent_path(output)
             remedy = "give the output of one, or start it, as with `ktconvert cpu`"
-            raise wrong_folder(output, "has no conversion", remedy)
+            raise bad_file(output, "has no conversion", remedy)
         try:
             document = _read_work_directory(paths, saved)
         except FileNotFoundError:

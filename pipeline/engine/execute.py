@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
-from ktconvert.layouts.errors import KTConvertError
+from ktconvert.layouts.errors import InputError, KTConvertError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine import attempts, existing, journal
@@ -98,7 +98,7 @@ def execute_plans(
         require_disk(remaining, with_workers=with_workers)
         if executor is None:
             threads = fit_threads([plan for plan, _ in workdirs], reporter, threads)
-        stop = StopFlag()
+        stop = StopFlag([plan.options.output for plan, _ in workdirs])
         resources.enter_context(stop.handle_signals())
         for plan, workdir in workdirs:
             resources.enter_context(record_run(workdir))
@@ -205,10 +205,12 @@ def _report_kept_units(plan: Plan, workdir: WorkDir, reporter: Reporter) -> Iter
     """Report the finished units of a run that fails."""
     try:
         yield
-    except (KTConvertError, OSError):
+    except (KTConvertError, OSError) as error:
         if finished := existing.count_finished(plan, workdir.paths):
             kept = f"{finished} of {plural(len(plan.units), 'unit')} are finished and kept in {workdir.paths.root}"
-            reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues")
+            is_replaceable = isinstance(error, InputError) and plan.download is None
+            how = " (with --verify-inputs after you replace an input file)" if is_replaceable else ""
+            reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues{how}")
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -387,13 +386,15 @@ def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> 
 class ReplacedFolder:
     """The files in a folder that --overwrite removes: those that a manifest lists, and with --delete-others all others.
 
-    listed  number and bytes of the files that a manifest lists
-    others  name -> bytes of the other files
+    listed    number and bytes of the files that a manifest lists
+    others    name -> bytes of the other files
+    unlisted  why the manifest does not list the other files
     """
 
     folder: Path
     listed: tuple[int, int]
     others: dict[str, int]
+    unlisted: str = "that no manifest lists"
 
     def __str__(self) -> str:
         count, nbytes = self.listed
@@ -408,7 +409,7 @@ class ReplacedFolder:
         names = [*self.others][:MAX_NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
-        return f"{plural(len(self.others), 'file')} ({total}) that no manifest lists: {', '.join(names)}{more}"
+        return f"{plural(len(self.others), 'file')} ({total}) {self.unlisted}: {', '.join(names)}{more}"
 
     def document(self) -> dict[str, object]:
         """Return the JSON object for --json."""
@@ -432,13 +433,16 @@ def list_files(folder: Path, kept: Collection[str] = ()) -> ReplacedFolder:
     if folder.is_symlink() or not folder.is_dir():
         return ReplacedFolder(folder, (0, 0), {folder.name: folder.lstat().st_size})
     known = set(statistics.list_files(folder))
-    with contextlib.suppress(VerificationError):
+    unlisted = ReplacedFolder.unlisted
+    try:
         if (listing := manifest.read_manifest(folder)) is not None:
             known |= {manifest.NAME, *(file.name for file in listing.files)}
+    except VerificationError:
+        unlisted = "whose manifest cannot be read"
     files = dict(_walk_files(folder, kept))
     listed = [nbytes for name, nbytes in files.items() if name in known]
     others = {name: nbytes for name, nbytes in files.items() if name not in known}
-    return ReplacedFolder(folder, (len(listed), sum(listed)), others)
+    return ReplacedFolder(folder, (len(listed), sum(listed)), others, unlisted)
 
 
 def _walk_files(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:

@@ -95,7 +95,7 @@ def make_share(
         attempts.remove_dead_files(paths)
         in_order = [unit for _, (unit,) in our_units]
         require_disk([(plan, paths, in_order)])
-        stop = StopFlag()
+        stop = StopFlag([plan.options.output])
         with (
             stop.handle_signals(),
             fetch_inputs(plan.download, in_order, reporter),

@@ -374,8 +374,8 @@ def _busy_sentence(output: Path, holders: Holders) -> str:
     if len(names) > MAX_NAMED:
         names[MAX_NAMED:] = [f"{len(names) - MAX_NAMED} more"]
     if len(names) == 1:
-        return f"{output}: {names[0]} is converting into it; wait for it or stop it."
-    return f"{output}: {', '.join(names[:-1])} and {names[-1]} are converting into it; wait for them or stop them."
+        return f"{output}: {names[0]} is writing to it; wait for it or stop it."
+    return f"{output}: {', '.join(names[:-1])} and {names[-1]} are writing to it; wait for them or stop them."
 
 
 def _refusal_sentence(output: Path, holders: Holders) -> str:

@@ -26,6 +26,7 @@ from ktconvert.pipeline.engine.runners import Runner, report_finished
 from ktconvert.pipeline.engine.units import HANDOVER, FinishedUnit, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.terminal import escape, shorten_paths
 
 SIGNAL_DELAY = 0.05  # seconds; the main thread waits here, and Python runs signal handlers in it
 
@@ -37,9 +38,13 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, number: int, outputs: Sequence[Path]) -> None:
-        commands = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
-        super().__init__(f"stopped by {signal.Signals(number).name}; run {commands} to continue")
+        super().__init__(f"stopped by {signal.Signals(number).name}; {_resume_remedy(outputs)}")
         self.exit_code = 128 + number
+
+
+def _resume_remedy(outputs: Sequence[Path]) -> str:
+    commands = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
+    return f"run {commands} to continue"
 
 
 @contextlib.contextmanager
@@ -70,12 +75,14 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 class StopFlag:
     """A handler of SIGINT and SIGTERM: the first finishes the units in flight, the second ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: Sequence[Path]) -> None:
         self.number = 0
+        text = f"stopped at once; {_resume_remedy(outputs)} from the last finished layer"
+        self._second_message = f"\nktconvert: {shorten_paths(escape(text))}.\n".encode(errors="backslashreplace")
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         if self.number:
-            os.write(2, b"\nstopped at once; run `ktconvert resume` to continue from the last finished layer\n")
+            os.write(2, self._second_message)
             os._exit(128 + number)
         self.number = number
         os.write(2, b"\nfinishing the layers in flight; a second Ctrl-C or SIGTERM stops at once\n")

@@ -16,9 +16,9 @@ import numpy as np
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, wrong_folder
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.extras import install_command, require_packages
-from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
+from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output, require_model
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
@@ -159,12 +159,13 @@ class ModelChoice:
         if self.model.endswith(".gguf"):
             problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
             raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")
-        if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            remedy = "give the original model, and this directory as --cpu-weights"
-            raise wrong_folder(self.model, "contains converted experts, not a model", remedy)
+        if Path(self.model).is_file():
+            raise bad_file(self.model, "is a file, not a model", f"give the directory {Path(self.model).parent}")
+        if not self.is_converted:
+            require_model(Path(self.model), "give the original model, and this directory as --cpu-weights")
         for folder, kind in ((self.model, "a model"), (self.cpu_weights, "experts")):
             if folder is not None and adapter.is_adapter(Path(folder)):
-                raise wrong_folder(folder, f"is a LoRA adapter, not {kind}", "give it as --adapter, beside the model")
+                raise bad_file(folder, f"is a LoRA adapter, not {kind}", "give it as --adapter, beside the model")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:

@@ -59,10 +59,17 @@ class Integer(click.IntRange):
         number: int = click.INT.convert(value, param, ctx)
         if number >= MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
-        if not (self.min or 0) <= number <= (self.max or MAX_INTEGER):
-            limits = f"at least {self.min}" if self.max is None else f"from {self.min} to {self.max}"
-            self.fail(f"must be {limits}, not {number}", param, ctx)
+        if problem := _range_problem(number, self.min or 0, self.max):
+            self.fail(problem, param, ctx)
         return number
+
+
+def _range_problem(number: float, low: float, high: float | None) -> str | None:
+    """Return why a number is out of range; None if it is not."""
+    if low <= number <= (math.inf if high is None else high):
+        return None
+    limits = f"at least {low}" if high is None else f"from {low} to {high}"
+    return f"must be {limits}, not {number}"
 
 
 class IntegerChoice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
@@ -81,9 +88,11 @@ class FiniteFloat(click.FloatRange):
     metavar = "X"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
+        number: float = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
+        if problem := _range_problem(number, self.min or 0, self.max):
+            self.fail(problem, param, ctx)
         return number
 
 

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, wrong_folder
+from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.manifest import NAME as MANIFEST
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs.opening import TRAIN, is_output, is_whole_model
+from ktconvert.layouts.outputs.opening import TRAIN, is_output, require_model
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
@@ -173,15 +174,19 @@ _hashes: dict[tuple[Path, int, int], str] = {}  # (path, size, ctime) -> sha256;
 
 
 def _require_checkpoint(options: Any) -> None:
-    """Raise InputError if a command that reads a checkpoint was given converted experts or an adapter."""
-    path = Path(options.input)
-    if options.command in ("merge", "resplit") or not path.is_dir():
+    """Raise InputError if a command that reads a checkpoint was given converted experts, an adapter, or OUT first."""
+    path, output = Path(options.input), options.output
+    if options.command in ("merge", "resplit"):
+        return
+    is_foreign_model = (output / "config.json").is_file() and not (output / MANIFEST).exists()
+    if is_foreign_model and (not path.exists() or is_output(path)):
+        raise bad_file(path, f"is not a model, but {output} is one", "give the model first, then the output")
+    if not path.is_dir():
         return
     if is_adapter(path):
-        raise wrong_folder(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
-    if is_output(path) and not is_whole_model(path):
-        remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
-        raise wrong_folder(path, "contains converted experts, not a model", remedy)
+        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+    remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
+    require_model(path, remedy)
 
 
 def _add_hashes(

@@ -13,7 +13,7 @@ import msgspec
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.expert_function import read_functions
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, absent_path, wrong_folder
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
@@ -55,9 +55,9 @@ def plan_merge(options: MergeOptions) -> Plan:
         loose.require_plain_numbers(root)
     folders = loose.find_layers(root) if root.is_dir() else {}
     if not folders and root.is_dir() and is_output(root):
-        raise wrong_folder(root, "its experts are in safetensors files already", "use it as it is")
+        raise bad_file(root, "its experts are in safetensors files already", "use it as it is")
     if not folders:
-        raise wrong_folder(root, "has no _layer_N folders", "give an output of --no-merge-safetensor")
+        raise bad_file(root, "has no _layer_N folders", "give an output of --no-merge-safetensor")
     layers = checkpoint.parse_layers(options.layers, tuple(folders))
     names, source_config = _read_original(original)
     recorded = read_manifest_facts(root)

@@ -17,7 +17,9 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 REWRITE_LINE = re.compile("\r|(?:\x1b\\[A)+$")
 
 STDOUT = "standard output"
-NAMES = {"<stdout>": STDOUT, "<stderr>": "standard error"}  # name of a stream -> its name in messages
+STDERR = "standard error"
+# Name of a stream, or number of one that was closed -> its name in messages
+NAMES = {"<stdout>": STDOUT, 1: STDOUT, "<stderr>": STDERR, 2: STDERR}
 
 
 def escape(text: str) -> str:
@@ -37,6 +39,16 @@ def shorten_paths(text: str) -> str:
     return re.sub(rf"{path}(?![\w./-])", ".", re.sub(rf"{path}/(?=[\w.])", "", text))
 
 
+@contextlib.contextmanager
+def name_in_errors(stream: TextIO) -> Iterator[None]:
+    """Name a standard stream in the OSError of a write to it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = NAMES.get(stream.name)
+        raise
+
+
 class EscapingStream(io.TextIOWrapper):
     """A text stream on the file of a given stream; it escapes everything that is written to it.
 
@@ -54,21 +66,13 @@ class EscapingStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         rewrite = REWRITE_LINE.match(text) if self.isatty() else None
         start = rewrite.end() if rewrite is not None else 0
-        with self._name_in_errors():
+        with name_in_errors(self):
             super().write(text[:start] + escape(self._edit(text[start:])))
         return len(text)
 
     def flush(self) -> None:
-        with self._name_in_errors():
+        with name_in_errors(self):
             super().flush()
-
-    @contextlib.contextmanager
-    def _name_in_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = NAMES.get(self.name)
-            raise
 
 
 def install() -> None:

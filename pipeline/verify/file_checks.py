@@ -78,7 +78,7 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
         return none if output.manifest is None else None
     damaged = output.damaged_files
     notes: list[str] = []
-    missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
+    missing = sorted(set(output.weight_map.values()) - set(output.shards))
     problems = [f"{INDEX} names {shard}, which is missing" for shard in missing]
     stored = {info.name: info for info in (*output.tensors.values(), *output.non_expert_tensors.values())}
     for name, shard in output.weight_map.items():

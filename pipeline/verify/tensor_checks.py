@@ -208,11 +208,9 @@ def check_options(measure: Measure, numa: int | None, method: str | None) -> Che
     slices_text = plural(measure.numa, "NUMA slice")
     problems = []
     if numa is not None and numa != measure.numa:
-        problems.append(f"--numa {numa} was given, but the weights are for {slices_text}")
+        problems.append(f"the weights are for {slices_text}, not for --numa {numa}")
     if method is not None and method != measure.method:
-        problems.append(
-            f"--quant-method {method.lower()} was given, but the weights have the sizes of {measure.method}"
-        )
+        problems.append(f"the weights have the sizes of {measure.method}, not of --quant-method {method.lower()}")
     if fmt is not None and fmt.arrangement.is_whole_model:
         remedy = f"load it as {measure.method}, or convert again with a different --quant-type"
         return Check("options", f"{measure.method}, as requested", problems, remedy=remedy)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 UNKNOWN = "unknown"  # type of the error for an unknown parameter
+MAX_NAME = 64  # characters of an unknown parameter that are compared with the names of known ones
+CLOSE = 0.75  # similarity of the known parameter that the error suggests
 
 
 def invalid_value(message: str) -> PydanticCustomError:
@@ -72,7 +75,8 @@ class Strict(BaseModel):
     def _reject_unknown(cls, value: Any) -> Any:
         for name in value if isinstance(value, dict) else ():
             if name not in cls.model_fields:
-                raise PydanticCustomError(UNKNOWN, "{name}", {"name": name})
+                near = get_close_matches(name[:MAX_NAME], cls.model_fields, 1, CLOSE)
+                raise PydanticCustomError(UNKNOWN, "{name}", {"name": name, "near": near})
         return value
 
 

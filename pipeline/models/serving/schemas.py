@@ -40,7 +40,7 @@ MAX_METADATA = 16  # entries, the limit of OpenAI's API
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
 # Messages for pydantic's types of errors; other types keep pydantic's message.
-MESSAGES = {UNKNOWN: "is not a parameter of this server; leave it out", "missing": "is missing"}
+MESSAGES = {UNKNOWN: "is not a parameter of this server", "missing": "is missing"}
 MESSAGES |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
 
 
@@ -374,6 +374,9 @@ def parse_request(kind: type[Any], body: Any) -> Any:
     message = MESSAGES.get(first["type"]) or re.sub(r"^\w+ should", "has to", first["msg"]).replace(
         " after validation", ""
     )
+    if first["type"] == UNKNOWN:
+        near = first["ctx"]["near"]
+        message += f"; did you mean {near[0]}?" if near else "; leave it out"
     if not names:  # from a validator of several parameters, whose message begins with a name
         path, _, message = message.partition(": ")
     raise RequestError(400, f"{path}: {message}", path)
