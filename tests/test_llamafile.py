@@ -91,22 +91,27 @@ def test_results_are_closer_to_float64_than_kt_kernel(kind, pool):
     assert distance(out, truth) < distance(theirs, truth) / 4
 
 
-def compare_sums(isa: str, kind: str, blocks: Any, activations: Any, int8: bool) -> None:
-    """Compare the sums of some tokens with float64 and, except for AMX in BF16, with those of the scalar kernel."""
+def multiply_blocks(kind: str, blocks: Any, activations: Any, int8: bool) -> Any:
+    """Return the sums of the products of activations [m, k] with blocks of a type, float32 [m, n]."""
     n, k = len(blocks), activations.shape[1]
     codes, scales = (np.empty(size, np.uint8) for size in kernels.weight_bytes(kernels.BLOCK_FORMATS[kind], n, k))
     kernels.reorder_ggml(Matrix(blocks, GGML[kind]), codes, scales)
+    return gemm_bf16(kind, activations, codes, scales, n, int8)
+
+
+def compare_sums(isa: str, kind: str, blocks: Any, activations: Any, int8: bool) -> None:
+    """Compare the sums of some tokens with float64 and, except for AMX in BF16, with those of the scalar kernel."""
     exact = floats.from_bits(activations) @ decode_blocks(kind, blocks).T
     int8 = int8 and kind not in ("F16", "Q8_0")
     in_bf16 = isa == "amx" and kind == "F16"
     tolerance = 1e-2 if int8 else 1e-6 if kind == "F16" else 3e-5  # if activations are rounded
     for m in (1, 2, 3, 5, 7, 9, 13, 20, 40, 70):
-        out = gemm_bf16(kind, activations[:m], codes, scales, n, int8)
+        out = multiply_blocks(kind, blocks, activations[:m], int8)
         assert np.linalg.norm(out - exact[:m]) <= tolerance * np.linalg.norm(exact[:m])
         if not in_bf16:
             before = kernels.isa()
             kernels.set_isa("scalar")
-            expected = gemm_bf16(kind, activations[:m], codes, scales, n, int8)
+            expected = multiply_blocks(kind, blocks, activations[:m], int8)
             kernels.set_isa(before)
             np.testing.assert_array_equal(out, expected)
 
@@ -115,6 +120,23 @@ def compare_sums(isa: str, kind: str, blocks: Any, activations: Any, int8: bool)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_instruction_sets_give_the_same_sums(isa, kind, int8):
     compare_sums(isa, kind, gguf.blocks(kind, 64, 768), np.resize(floats.activations(40, 768), (70, 768)), int8)
+
+
+@pytest.mark.parametrize("zero", ["gate", "down"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+def test_least_values_multiply_activations_of_8_bits_too(isa, kind, zero, pool, tmp_path):
+    """Weights of 1 * 1 * 8 - 8 * 1 are 0, and so are the outputs of experts, although activations are rounded."""
+    halves, ones = np.array([1, 8], np.float16).view(np.uint8), np.repeat(np.array([1, 0x11], np.uint8), [8, 4])
+    block = np.concatenate([halves, ones, np.zeros(GGML[kind].items - 144, np.uint8), np.full(128, 0x88, np.uint8)])
+    name = f"blk.0.ffn_{zero}_exps.weight"
+    tensors = gguf.model([(kind, kind, kind)], experts=E, hidden=H, width=I)
+    zeros = np.resize(block, tensors[name][1].shape)
+    outputs = []
+    for changed in ({}, {name: (kind, zeros)}):
+        layer = make_layer(write_model(tmp_path / "m.gguf", (kind, kind, kind), **changed))
+        outputs.append(forward(KTExperts.load(tmp_path / "m.gguf", 0, pool=pool, activations=INT8), layer))
+    before, after = map(floats.from_bits, outputs)
+    assert np.abs(after).max() < 1e-4 * np.abs(before).max()
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["14bits", "8bits"])

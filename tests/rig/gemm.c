@@ -114,9 +114,10 @@ int gemm_bf16(const kt_kernels *kernels, int number, int int8, int64_t m, int64_
     uint16_t *rounded = malloc((size_t)(m * k) * sizeof *rounded);
     float *sums = calloc((size_t)(m * k / KT_SUM_COLUMNS), sizeof *sums);
     int error = !panel || !out || !scratch || !sums || !rounded ? KTQ_ENOMEM : kt_check_size(format, n, k);
-    for (int64_t i = 0; !error && i < m * k; i++) sums[i / KT_SUM_COLUMNS] += kt_from_bf16(a[i]);
     if (!error) {
         kt_fp_state state = kt_enter_forward();
+        if (int8) kernels->sum_units(m * k, a, sums);
+        for (int64_t i = 0; !int8 && i < m * k; i++) sums[i / KT_SUM_COLUMNS] += kt_from_bf16(a[i]);
         memcpy(rounded, a, (size_t)(m * k) * sizeof *a);
         if (is_rounded) kernels->round_units(m * k, rounded);
         for (int64_t s = 0; s < panels; s++) panel[s] = kt_get_bf16_panel(format, codes, scales, k, s);

@@ -16,6 +16,16 @@ static float round_to_units(int int8, const uint16_t *a, int32_t *out) {
     return unit;
 }
 
+void kt_sum_units_scalar(int64_t columns, const uint16_t *a, float *sums) {
+    int32_t units[KT_SUM_COLUMNS];
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
+        const float unit = round_to_units(1, a + j, units);
+        int32_t sum = 0;
+        for (int i = 0; i < KT_SUM_COLUMNS; i++) sum += units[i];
+        sums[j / KT_SUM_COLUMNS] = (float)sum * unit;
+    }
+}
+
 /* The sum of a token's products with row r of a chunk of KT_SUM_COLUMNS columns. */
 static int32_t sum_of_products(const int32_t *a, const int16_t *chunk, int64_t r) {
     const int16_t *row = chunk + r / KT_HALF_ROWS * (KT_HALF_BYTES / 2) + r % KT_HALF_ROWS * 2;

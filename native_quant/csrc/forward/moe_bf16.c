@@ -17,13 +17,20 @@ static int is_rounded(const kt_pass *pass, const kt_format *first, const kt_form
     return !pass->call->int8 && kt_rounds_activations(first) && kt_rounds_activations(second);
 }
 
-/* Adds up KT_SUM_COLUMNS activations pairwise: 16 sums of two, then 8 of four, and so on. */
-static float sum_activations(const uint16_t *x) {
-    float sum[KT_SUM_COLUMNS];
-    for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
-    for (int step = KT_SUM_COLUMNS / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) sum[i] += sum[i + step];
-    return sum[0];
+/* Adds up KT_SUM_COLUMNS activations each, pairwise: 16 sums of two, then 8 of four, and so on. If products round
+   activations to 8 bits, adds up what they multiply. */
+static void sum_activations(const kt_pass *pass, int64_t columns, const uint16_t *x, float *sums) {
+    if (pass->call->int8) {
+        pass->kernels->sum_units(columns, x, sums);
+        return;
+    }
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, x += KT_SUM_COLUMNS) {
+        float sum[KT_SUM_COLUMNS];
+        for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
+        for (int step = KT_SUM_COLUMNS / 2; step; step /= 2)
+            for (int i = 0; i < step; i++) sum[i] += sum[i + step];
+        sums[j / KT_SUM_COLUMNS] = sum[0];
+    }
 }
 
 static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
@@ -49,7 +56,7 @@ static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, cons
             before = a;
             sums_before = sums;
         }
-        for (int64_t g = 0; sums && g < groups; g++) sums[g] = sum_activations(a + g * KT_SUM_COLUMNS);
+        if (sums) sum_activations(pass, k, a, sums);
         if (is_rounded(pass, pass->gate, pass->up)) pass->kernels->round_units(k, a);
     }
 }
@@ -114,7 +121,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
                 .function = function, .m = m, .gate = value, .up = up, .out = value, .out_pitch = KT_PANEL_ROWS});
             pass->kernels->split_bf16(m, value, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
-                group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_activations(h + j);
+                sum_activations(pass, KT_PANEL_ROWS, h + j, &group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS]);
             for (int64_t j = 0; rounds_h && j < m * width; j += width) pass->kernels->round_units(KT_PANEL_ROWS, h + j);
         }
     }

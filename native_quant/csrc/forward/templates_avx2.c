@@ -20,5 +20,6 @@
 #include "scale_rows_template.h"
 #include "split_bf16_template.h"
 #include "subtract_least_template.h"
+#include "sum_units_template.h"
 #include "transpose_tile_template.h"
 #include "widen_scales_template.h"
