@@ -41,15 +41,18 @@ def install_command(extra: str) -> str:
     commands = [f"pip install {_requirement(extra, _read_origin())}"]
     if NEED_TORCH.intersection(extra.split(",")) and find_spec("torch") is None and not NVIDIA_DRIVER.exists():
         commands.insert(0, INSTALL_CPU_TORCH)
-    pip = _find_pip()
-    return " && ".join(command.replace("pip", pip, 1) for command in commands)
+    installer = _find_installer()
+    return " && ".join(command.replace("pip install", installer, 1) for command in commands)
 
 
-def _find_pip() -> str:
-    """Return the command of pip: that of this environment, even if another one is the first on PATH."""
+def _find_installer() -> str:
+    """Return the command that installs into this environment, even if another pip is the first on PATH."""
+    python = shlex.quote(sys.executable)
+    if find_spec("pip") is None:  # environments of uv
+        return f"uv pip install --python {python}"
     first = shutil.which("pip")
     is_own = first is not None and Path(first).parent == Path(sys.executable).parent
-    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"
+    return "pip install" if is_own else f"{python} -m pip install"
 
 
 def _requirement(extra: str, origin: dict[str, Any]) -> str:

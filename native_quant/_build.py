@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -41,7 +43,7 @@ COMPILE = [
 
 
 def explain_unsupported() -> str | None:
-    """Return why this Python cannot run ktconvert, in one sentence, or None.
+    """Return why ktconvert cannot be built or run here, in one sentence, or None.
 
     pip shows it where no wheel fits and the package has to be built.
     """
@@ -57,6 +59,11 @@ def explain_unsupported() -> str | None:
             "ktconvert needs a Python with the GIL, and this one is free-threaded, which has no stable ABI for it: use "
             "the ordinary build of the same version."
         )
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if shutil.which(compiler) is None:
+        return f"ktconvert contains C code, and {compiler} is missing: install a C compiler (Debian: apt install gcc)."
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python.h is missing: install the Python headers (Debian: apt install python3-dev)."
     return None
 
 

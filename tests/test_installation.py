@@ -49,11 +49,18 @@ def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch:
         assert Requirement(requirement[0]).extras == {"run"}
 
 
+def test_an_environment_without_pip_gets_the_command_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_read_origin", dict)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "pip" else True)
+    command = ["uv", "pip", "install", "--python", sys.executable, "ktconvert[run]"]
+    assert shlex.split(extras.install_command("run")) == command
+
+
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"].keys() - {"dev"}))
 def test_torch_for_the_cpu_is_installed_first(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an extra needs torch, torch is missing, and the machine has no NVIDIA GPU."""
     needs_torch = any(Requirement(text).name == "torch" for text in PROJECT["optional-dependencies"][extra])
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: name == "pip" or None)
     monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path / "missing")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert extras.install_command(extra).startswith(f"{extras.INSTALL_CPU_TORCH} && pip install ") == needs_torch

@@ -50,11 +50,12 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
         ("sys.platform = 'win32'", "this is win32: use a Linux machine or container, or on Windows WSL 2."),
         ("sys.implementation.name = 'pypy'", "ktconvert runs only on CPython, and this is pypy"),
         ("sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1", "a Python with the GIL, and this one is free-threaded"),
+        ("os.environ['CC'] = 'nocc -pipe'", "nocc is missing: install a C compiler (Debian: apt install gcc)."),
     ],
 )
-def test_an_unsupported_python_is_refused_with_a_message(change: str, message: str) -> None:
+def test_an_unsupported_platform_is_refused_with_a_message(change: str, message: str) -> None:
     """setup.py runs in a process that pretends to be on a different platform."""
-    program = f"import runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
+    program = f"import os, runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.sources import retries, url_headers
+from ktconvert.layouts.sources import remote, retries, url_headers
 from ktconvert.layouts.sources.remote import RemoteFile, RemoteFiles
 from rig import absent, conversion, killpoint
 from rig.hub_server import COMMIT, SHORT_WAITS, Hub, make_certificate, serve, serve_hub
@@ -169,6 +169,14 @@ def test_urls_are_refused_with_one_sentence(address, options, code, reason, envi
     pytest.importorskip("aiohttp")
     done = conversion.ktconvert("cpu", address, tmp_path / "out", *options, env=environment)
     conversion.check_refusal(done, code, address, reason)
+
+
+def test_a_server_that_ignores_ranges_is_named_at_once(hub, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = url_headers.find_url_headers(address(hub)).remote
+    monkeypatch.setattr(hub, "ignores_ranges", True)
+    with pytest.raises(InputError, match="sends more than the requested part of the file; use one that answers"):
+        remote.read_patiently(source, "config.json", 0, 10)
 
 
 def test_fit_and_up_read_headers_behind_a_url(hub, environment, tmp_path) -> None:

@@ -284,6 +284,9 @@ def read_patiently(remote: Remote, name: str, start: int, stop: int) -> bytes:
 
     def read() -> bytes:
         data = remote.read(name, start, stop)
+        if len(data) > stop - start:
+            problem = f"{remote.describe(name)}: the server sends more than the requested part of the file"
+            raise InputError(f"{problem}; use one that answers requests for ranges, or download the model")
         if len(data) != stop - start:
             raise EOFError(f"{len(data)} of {stop - start} bytes arrived")
         return data

@@ -21,6 +21,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, V
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.options.model_options import STORED
+from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -270,7 +271,7 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["skip_windows"]:
         skipped = f"the first {report['skip_windows'] * report['window']} and {skipped}"
     weights_label = "CPU weights" if report["cpu_weights"] else "GPU weights"
-    windows = f"{report['windows']} windows of {report['window']} tokens without overlap"
+    windows = f"{plural(report['windows'], 'window')} of {report['window']} tokens without overlap"
     return [
         ("model", report["model"]),
         (weights_label, f"{report['cpu_weights'] or report['gpu_weights']} ({report['method']})"),

@@ -17,6 +17,7 @@ from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
+from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import copy_tensors
 
 STAGE, TITLE = "dequantize", "decode quantized tensors to BF16, copy all others"
@@ -109,7 +110,7 @@ def _make_notes(facts: OutputFacts, scales: int, dropped_files: Sequence[str], *
     scales  number of dropped tensors
     copied  whether all tensors that are not decoded are copied unchanged
     """
-    weights = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())
+    weights = ", ".join(f"{plural(count, 'weight')} in {title}" for title, count in facts["decoded"].items())
     if not weights:
         return ["the source is not quantized; the output is a copy"] if copied else []
     notes = [f"{weights} become BF16; {scales} tensors of scales and similar data are dropped, all others copied"]
