@@ -182,16 +182,25 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
         "ktconvert.KTMoEWrapper(layer=0)",
         "ktconvert.KTConvertConfig(thread=1)",
         'ktconvert.KTExperts.load("out")',
+        "ktconvert.KTMoEWrapper(0, 8, 2, 256, 256)",
+        'ktconvert.KTExperts.load("out", 0, memory="mmap")',
+        'ktconvert.KTConvertConfig("out", activations="fp4")',
+        "ktconvert.KTExperts()",
+        'ktconvert.KTExperts("out", 0)',
+    )
+    legal = (
+        'ktconvert.KTMoEWrapper(0, 8, 2, 256, 256, None, 1, 1, "out", 512)',
+        'ktconvert.KTExperts.load("out", 0, memory="map", activations="int8")',
     )
     named = [call.format(option) for option in options for call in calls]
-    program.write_text("\n".join(["import ktconvert", several, *named, *classes]))
+    program.write_text("\n".join(["import ktconvert", several, *named, *classes, *legal]))
     settings = tmp_path / "mypy.ini"
     settings.write_text(MYPY_SETTINGS)
     mypy = [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", tmp_path / "cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
     lines = {line.split(":")[1] for line in errors}
-    assert lines == {"5", "6", "7", "8", "9", "10", "11"}, done.stdout + done.stderr
+    assert lines == {str(line) for line in range(5, 5 + 4 + len(classes))}, done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
@@ -433,6 +442,7 @@ def test_help_of_the_classes_shows_public_types_and_real_defaults() -> None:
     wrapper = str(inspect.signature(ktconvert.KTMoEWrapper))
     assert "object" not in wrapper and "weight_path: 'str | PathLike[str]', chunked_prefill_size: 'int', " in wrapper
     shown = pydoc.render_doc(ktconvert.KTExperts, renderer=pydoc.plaintext)
+    assert "KTExperts()" not in shown and "unknown" not in shown
     assert not re.search(r"LayerWeights|Pool\b|ExpertFunction|'[UIF]\d\d", shown)
     for method in (ktconvert.KTExperts.load, ktconvert.KTExperts.from_bf16):
         assert "NDArray[np.int64]" in str(inspect.signature(method))

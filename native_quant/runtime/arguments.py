@@ -49,10 +49,11 @@ CONVERSIONS: Mapping[np.dtype[Any], Mapping[str, str]] = {
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_calls(own: Collection[str] = ()) -> Callable[[F], F]:
+def check_calls(own: Collection[str] = (), remedy: str = "") -> Callable[[F], F]:
     """Return a decorator of public functions that raises CallError for unknown and missing arguments.
 
-    own  parameters for our own classes, which help() does not show
+    own     parameters for our own classes, which help() does not show
+    remedy  the message, for a function that only our own classes call
     """
 
     def decorate(function: F) -> F:
@@ -65,8 +66,13 @@ def check_calls(own: Collection[str] = ()) -> Callable[[F], F]:
             try:
                 return function(*arguments, **named)
             except TypeError:
-                given = [name for name in named if name not in own]
-                require_names(function.__qualname__.removesuffix(".__init__"), public, arguments, given)
+                accepted, given = public, [name for name in named if name not in own]
+                if remedy:
+                    accepted, given = signature, [*named]
+                try:
+                    require_names(function.__qualname__.removesuffix(".__init__"), accepted, arguments, given)
+                except CallError as error:
+                    raise CallError(remedy) if remedy else error from None
                 raise
 
         call.__signature__ = public  # type: ignore[attr-defined]
