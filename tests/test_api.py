@@ -26,7 +26,7 @@ import pytest
 
 import ktconvert
 from ktconvert._functions import group_options, list_parameters, write_parameter
-from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import ArgumentError, CallError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.python_names import use_python_names
@@ -283,6 +283,14 @@ def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) ->
         ktconvert.KTConvertConfig(**wrong, **selected)
 
 
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_messages_about_infinite_weights_name_matrix_and_expert(name: str) -> None:
+    matrices = {each: np.zeros((2, 256, 256), np.uint16) for each in ("gate", "up", "down")}
+    matrices[name][1, 200, 150] = 0x7FC0  # in the second NUMA slice
+    with pytest.raises(ArgumentError, match=f"^{name} must be finite, but row 200, column 150 of expert 1 is "):
+        ktconvert.KTExperts.from_bf16(**matrices, parts=2)
+
+
 def test_messages_of_the_classes_name_their_arguments() -> None:
     zeros = np.zeros((2, 256, 256), np.uint16)
     with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .*; use parts \(threadpool_count\) 1, 2\.$"):
@@ -321,7 +329,9 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.convert("cpu", model="model")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="unknown option bits; `ktconvert cpu --help-all` lists the options"):
         ktconvert.convert("cpu", "model", "out", bits=8)  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=r"unknown option ouput; did you mean output\?"):
+    with pytest.raises(CallError, match=r"^plan: too many positional arguments; help\(ktconvert\.plan\) lists"):
+        ktconvert.plan("cpu", "model", "out", "more")  # type: ignore[call-overload]
+    with pytest.raises(CallError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
     with pytest.raises(UsageError, match=r"unknown option quant_methd; did you mean quant_method\?"):
         ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
@@ -454,6 +464,8 @@ def test_wrong_names_and_missing_arguments_of_the_classes_have_a_remedy() -> Non
     for call, options, message in (
         (experts, {}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
         (experts, {"path": "out"}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
+        (ktconvert.plan, {}, "plan needs command; give it by position."),
+        (ktconvert.verify, {}, "verify needs output; give output=..."),
         (experts.load, {"path": "out"}, "KTExperts.load needs layer; give layer=..."),
         (experts.load, {"path": "out", "layr": 0}, "KTExperts.load has no argument layr; did you mean layer?"),
         (experts.from_bf16, {}, "KTExperts.from_bf16 needs gate, up, down; give gate=..., up=..., down=..."),

@@ -62,6 +62,8 @@ def test_only_the_mask_may_be_omitted(packed_example):
     before_06 = KTMoEWrapper(**given, **threads, num_gpu_experts=3)
     assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
     assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
+    with pytest.raises(CallError, match=r"^KTMoEWrapper needs layer_idx, num_experts, "):
+        KTMoEWrapper()  # type: ignore[call-arg]
     with pytest.raises(CallError, match=r"^KTMoEWrapper needs cpuinfer_threads, weight_path; give cpuinfer_threads="):
         KTMoEWrapper(**given)
     del given["layer_idx"]
@@ -389,6 +391,10 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
             wrapper.forward(*wrong)
         with pytest.raises(ArgumentError):
             wrapper.submit_forward(*wrong)
+    with pytest.raises(
+        CallError, match=r"^KTMoEWrapper\.forward has no argument hidden; did you mean hidden_states\?$"
+    ):
+        wrapper.forward(hidden=hidden, topk_ids=ids, topk_weights=weights)  # type: ignore[call-arg]
     expected = wrapper.forward(hidden, ids, weights)
     wrapper.submit_forward(hidden, ids, weights)
     for wrong_hidden in (3, None, hidden[:3], hidden.long()):

@@ -251,8 +251,8 @@ class KTExperts:
         threads, exact, activations, order
                   as for load
 
-        Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
-        that the method does not support.
+        Raises ArgumentError for invalid arguments, also for Inf or NaN, and UnsupportedError for sizes that the method
+        does not support.
         """
         require_one_of("method", method, METHODS)
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)

@@ -23,7 +23,7 @@ from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
-from ktconvert.native_quant import machine, placement, sigbus
+from ktconvert.native_quant import kernels, machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
@@ -178,8 +178,8 @@ def pack(
     transposed  whether to pack their transposes, too
     biases      projection -> [E, I] or, for down, [E, H]; None if experts have none
 
-    Raises kernels.NonFinite for an infinite or NaN weight, ValueError for wrong shapes and types, and for a method
-    whose weights exist only in checkpoints.
+    Raises ArgumentError for an infinite or NaN weight, for wrong shapes and types, and for a method whose weights exist
+    only in checkpoints.
     """
     encoding = method.encoding
     if encoding is None:
@@ -275,12 +275,25 @@ def pack_linears(
     write: Callable[[Matrix, Sequence[Bytes]], None],
     pool: Pool,
 ) -> LayerWeights:
-    """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice."""
+    """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice.
+
+    Raises ArgumentError for an infinite or NaN weight.
+    """
     sizes = slicing.hidden, slicing.intermediate, slicing.numa
     require_legal(FORMATS[method.name], *sizes, option="parts (threadpool_count)")
 
     def make_writer(expert: int, projection: str) -> WriteSlice:
-        return lambda numa_slice, out: write(numa_slice.cut_linear(linears[projection][expert]), out)
+        def write_slice(numa_slice: NumaSlice, out: Sequence[Bytes]) -> None:
+            matrix = numa_slice.cut_linear(linears[projection][expert])
+            try:
+                write(matrix, out)
+            except kernels.NonFinite as error:
+                position = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                row, column = reversed(position) if numa_slice.backward else position
+                where = f"row {row}, column {column} of expert {expert}"
+                raise ArgumentError(f"{projection} must be finite, but {where} is infinite or not a number") from None
+
+        return write_slice
 
     return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["up"]), make_writer, pool)
 

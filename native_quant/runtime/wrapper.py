@@ -23,6 +23,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.arguments import (
     F,
+    check_calls,
     describe,
     require_integer,
     require_names,
@@ -217,6 +218,7 @@ class KTMoEWrapper:
     def num_gpu_experts(self) -> int:
         return int(self._mask.sum())
 
+    @check_calls()
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
 
@@ -243,6 +245,7 @@ class KTMoEWrapper:
         )
         self._install(experts)
 
+    @check_calls()
     def load_weights_from_tensors(
         self,
         gate_proj: torch.Tensor | None,
@@ -332,6 +335,7 @@ class KTMoEWrapper:
             raise StateError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
         return self.moe
 
+    @check_calls()
     def forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> torch.Tensor:
@@ -350,6 +354,7 @@ class KTMoEWrapper:
             return self.sync_forward(hidden_states, cuda_stream)
         return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
 
+    @check_calls()
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
@@ -361,6 +366,7 @@ class KTMoEWrapper:
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
 
+    @check_calls()
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward; hidden_states: the tensor passed to it, or a similar one.
 
@@ -374,6 +380,7 @@ class KTMoEWrapper:
             return self._stream.sync(hidden_states, cuda_stream)
         return self._cpu.sync(hidden_states)
 
+    @check_calls()
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -384,6 +391,7 @@ class KTMoEWrapper:
         return split_immediate(expert_ids, expert_scores, int(protected_k), self._mask)
 
     @staticmethod
+    @check_calls()
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
         """Set the numbers of tokens for which CUDA graphs will be captured, so that their pinned buffers are kept."""
         BufferCache.captured_sizes = capture_bs
@@ -402,6 +410,7 @@ class KTMoEWrapper:
     def clear_sft_buffer_cache() -> None:
         """Do nothing: buffers of training are freed with their step."""
 
+    @check_calls()
     def submit_write_weight_scale_to_buffer(
         self,
         gpu_tp_count: int,

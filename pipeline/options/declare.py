@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args,
 import click
 import msgspec
 
-from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.errors import ArgumentError, CallError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import (
     ChoiceList,
@@ -405,9 +405,9 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
             remedy = f"give {' and '.join(missing)}"
         else:
             remedy = f"`ktconvert {cls.command} --help-all` lists the options"
-        raise ArgumentError(f"unknown option {unknown[0]}; {remedy}")
+        raise CallError(f"unknown option {unknown[0]}; {remedy}")
     if missing:
-        raise ArgumentError(f"argument {missing[0]} is missing; give {missing[0]}=...")
+        raise CallError(f"argument {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
