@@ -114,7 +114,8 @@ def plan(
     output   path of the directory to write; required
     options  the other options, which `ktconvert COMMAND --help-all` lists, with underscores: quant_method, threads ...
     Returns a plan for each output. Raises ArgumentError, a ValueError, for unknown options and invalid values, and
-    another KTConvertError for options that do not go together and for an input that cannot be converted so.
+    another KTConvertError for options that do not go together and for an input that cannot be converted so. Only
+    convert checks whether memory (max_memory) and disk suffice, and whether it may write to the output.
     """
     from ktconvert.pipeline.plans import commands
 
