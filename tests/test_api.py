@@ -295,6 +295,8 @@ def test_messages_of_the_classes_name_their_arguments() -> None:
     zeros = np.zeros((2, 256, 256), np.uint16)
     with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .*; use parts \(threadpool_count\) 1, 2\.$"):
         ktconvert.KTExperts.from_bf16(zeros, zeros, zeros, parts=3)
+    with pytest.raises(ArgumentError, match=r"^method must be one of 'AMXINT4', 'AMXINT8', .*, not 'int8'"):
+        ktconvert.KTExperts.load("out", 0, method="int8")
     pytest.importorskip("transformers")
     mask = [[True, False], [False, False], [True, True]]
     config = ktconvert.KTConvertConfig(cpu_weights="out", gpu_experts_mask=mask)
@@ -350,6 +352,8 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     ("wrong", "message"),
     [
         ({"method_map": "auto"}, "method_map must be a list of str, not 'auto'; give method_map=['auto']"),
+        ({"quant_method": []}, "quant_method must be a str or a list of at least one str, not []"),
+        ({"quant_method": {"int8"}}, "quant_method must be a str or a list of at least one str, not {'int8'}"),
         ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
         ({"max_memory": 5.5}, "max_memory must be an int, or a str such as '5GB' or '500MiB', not 5.5"),
         ({"threads": "many"}, "threads must be an int, not 'many'"),

@@ -406,6 +406,14 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
             wrapper.select_deferred_experts(*scores, 1)
     with pytest.raises(ValueError, match="gate_proj must be a tensor"):
         empty.load_weights_from_tensors(stacked[0][0][:4], *stacked[0][1:], torch.arange(8))
+    for order in (torch.zeros(3, dtype=torch.int64), torch.arange(8.0), list(range(8))):
+        with pytest.raises(
+            ArgumentError, match=r"^physical_to_logical_map_cpu must be a tensor of integers \[8\], or "
+        ):
+            wrapper.load_weights(order)  # type: ignore[arg-type]
+    for sizes, name in (("a", "capture_bs"), ([-1], r"capture_bs\[0\]"), ([1, "2"], r"capture_bs\[1\]")):
+        with pytest.raises(ArgumentError, match=f"^{name} must be "):
+            KTMoEWrapper.set_capture_batch_sizes(sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cpu_save=True is only for"):
         make(cpu_save=True).load_weights(torch.arange(8))
     with pytest.raises(NotImplementedError, match="kt-gpu-prefill-token-threshold"):

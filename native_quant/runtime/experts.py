@@ -188,6 +188,8 @@ class KTExperts:
         that names the file and the remedy.
         """
         path = Path(require_path("path", path))
+        if method is not None:
+            require_one_of("method", method, METHODS)
         require_one_of("memory", memory, MEMORY)
         require_one_of("strict", strict, (False, True))
         layer = require_integer("layer", layer, 0)

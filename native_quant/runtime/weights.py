@@ -25,10 +25,10 @@ from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.native_quant import kernels, machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
+from ktconvert.native_quant.arrays import F32, I64, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.arguments import FLOAT32, UINT16, advise, describe, require_array
+from ktconvert.native_quant.runtime.arguments import FLOAT32, INTEGERS, UINT16, advise, describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -37,6 +37,7 @@ WriteSlice = Callable[[NumaSlice, Sequence[Bytes]], None]  # writes the tensors 
 SliceTensors = Mapping[NumaSlice, tuple[Bytes, ...]]  # the tensors of slices, without biases
 
 HUGE_PAGE = 2 << 20
+ORDER_DTYPES = {f"torch.{name}" for name in INTEGERS}
 ALIGNMENT = 64  # a cache line; the kernels read aligned tensors fastest
 
 
@@ -157,6 +158,19 @@ def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[Any]:
         rounded = None if tensor is None else tensor.detach().to("cpu", torch.bfloat16).contiguous()
         bits.append(None if rounded is None else rounded.view(torch.uint16).numpy())
     return bits
+
+
+def to_order(physical_to_logical_map_cpu: Any, experts: int) -> I64 | None:
+    """Return the map of a torch program, integers [E] or None, as a NumPy array. Raises ArgumentError."""
+    import torch
+
+    value = physical_to_logical_map_cpu
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or str(value.dtype) not in ORDER_DTYPES or tuple(value.shape) != (experts,):
+        needed = f"a tensor of integers [{experts}], or None"
+        raise ArgumentError(f"physical_to_logical_map_cpu must be {needed}, not {describe(value)}")
+    return value.to("cpu", torch.int64).numpy()
 
 
 def pack(

@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
@@ -289,9 +288,7 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:
-        order: Any = physical_to_logical_map
-        if isinstance(order, torch.Tensor):
-            order = np.asarray(order.cpu(), np.int64)
+        order = weights.to_order(physical_to_logical_map, self.num_experts)
         return {"pool": self._pool, "exact": self.exact, "activations": self.activations, "order": order}
 
     def _install(self, experts: KTExperts) -> None:
@@ -394,7 +391,10 @@ class KTMoEWrapper:
     @check_calls()
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
         """Set the numbers of tokens for which CUDA graphs will be captured, so that their pinned buffers are kept."""
-        BufferCache.captured_sizes = capture_bs
+        if not isinstance(capture_bs, list | tuple):
+            raise ArgumentError(f"capture_bs must be a list of int, not {describe(capture_bs)}")
+        sizes = [require_integer(f"capture_bs[{index}]", size, 1) for index, size in enumerate(capture_bs)]
+        BufferCache.captured_sizes = sizes
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
