@@ -26,7 +26,7 @@ import pytest
 
 import ktconvert
 from ktconvert._functions import group_options, list_parameters, write_parameter
-from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import ArgumentError, CallError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.python_names import use_python_names
@@ -182,16 +182,25 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
         "ktconvert.KTMoEWrapper(layer=0)",
         "ktconvert.KTConvertConfig(thread=1)",
         'ktconvert.KTExperts.load("out")',
+        "ktconvert.KTMoEWrapper(0, 8, 2, 256, 256)",
+        'ktconvert.KTExperts.load("out", 0, memory="mmap")',
+        'ktconvert.KTConvertConfig("out", activations="fp4")',
+        "ktconvert.KTExperts()",
+        'ktconvert.KTExperts("out", 0)',
+    )
+    legal = (
+        'ktconvert.KTMoEWrapper(0, 8, 2, 256, 256, None, 1, 1, "out", 512)',
+        'ktconvert.KTExperts.load("out", 0, memory="map", activations="int8")',
     )
     named = [call.format(option) for option in options for call in calls]
-    program.write_text("\n".join(["import ktconvert", several, *named, *classes]))
+    program.write_text("\n".join(["import ktconvert", several, *named, *classes, *legal]))
     settings = tmp_path / "mypy.ini"
     settings.write_text(MYPY_SETTINGS)
     mypy = [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", tmp_path / "cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
     lines = {line.split(":")[1] for line in errors}
-    assert lines == {"5", "6", "7", "8", "9", "10", "11"}, done.stdout + done.stderr
+    assert lines == {str(line) for line in range(5, 5 + 4 + len(classes))}, done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
@@ -274,10 +283,20 @@ def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) ->
         ktconvert.KTConvertConfig(**wrong, **selected)
 
 
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_messages_about_infinite_weights_name_matrix_and_expert(name: str) -> None:
+    matrices = {each: np.zeros((2, 256, 256), np.uint16) for each in ("gate", "up", "down")}
+    matrices[name][1, 200, 150] = 0x7FC0  # in the second NUMA slice
+    with pytest.raises(ArgumentError, match=f"^{name} must be finite, but row 200, column 150 of expert 1 is "):
+        ktconvert.KTExperts.from_bf16(**matrices, parts=2)
+
+
 def test_messages_of_the_classes_name_their_arguments() -> None:
     zeros = np.zeros((2, 256, 256), np.uint16)
     with pytest.raises(UnsupportedError, match=r"in 3 NUMA slices: .*; use parts \(threadpool_count\) 1, 2\.$"):
         ktconvert.KTExperts.from_bf16(zeros, zeros, zeros, parts=3)
+    with pytest.raises(ArgumentError, match=r"^method must be one of 'AMXINT4', 'AMXINT8', .*, not 'int8'"):
+        ktconvert.KTExperts.load("out", 0, method="int8")
     pytest.importorskip("transformers")
     mask = [[True, False], [False, False], [True, True]]
     config = ktconvert.KTConvertConfig(cpu_weights="out", gpu_experts_mask=mask)
@@ -312,7 +331,9 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.convert("cpu", model="model")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="unknown option bits; `ktconvert cpu --help-all` lists the options"):
         ktconvert.convert("cpu", "model", "out", bits=8)  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=r"unknown option ouput; did you mean output\?"):
+    with pytest.raises(CallError, match=r"^plan: too many positional arguments; help\(ktconvert\.plan\) lists"):
+        ktconvert.plan("cpu", "model", "out", "more")  # type: ignore[call-overload]
+    with pytest.raises(CallError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
     with pytest.raises(UsageError, match=r"unknown option quant_methd; did you mean quant_method\?"):
         ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
@@ -331,6 +352,8 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     ("wrong", "message"),
     [
         ({"method_map": "auto"}, "method_map must be a list of str, not 'auto'; give method_map=['auto']"),
+        ({"quant_method": []}, "quant_method must be a str or a list of at least one str, not []"),
+        ({"quant_method": {"int8"}}, "quant_method must be a str or a list of at least one str, not {'int8'}"),
         ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
         ({"max_memory": 5.5}, "max_memory must be an int, or a str such as '5GB' or '500MiB', not 5.5"),
         ({"threads": "many"}, "threads must be an int, not 'many'"),
@@ -433,6 +456,7 @@ def test_help_of_the_classes_shows_public_types_and_real_defaults() -> None:
     wrapper = str(inspect.signature(ktconvert.KTMoEWrapper))
     assert "object" not in wrapper and "weight_path: 'str | PathLike[str]', chunked_prefill_size: 'int', " in wrapper
     shown = pydoc.render_doc(ktconvert.KTExperts, renderer=pydoc.plaintext)
+    assert "KTExperts()" not in shown and "unknown" not in shown
     assert not re.search(r"LayerWeights|Pool\b|ExpertFunction|'[UIF]\d\d", shown)
     for method in (ktconvert.KTExperts.load, ktconvert.KTExperts.from_bf16):
         assert "NDArray[np.int64]" in str(inspect.signature(method))
@@ -444,6 +468,8 @@ def test_wrong_names_and_missing_arguments_of_the_classes_have_a_remedy() -> Non
     for call, options, message in (
         (experts, {}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
         (experts, {"path": "out"}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
+        (ktconvert.plan, {}, "plan needs command; give it by position."),
+        (ktconvert.verify, {}, "verify needs output; give output=..."),
         (experts.load, {"path": "out"}, "KTExperts.load needs layer; give layer=..."),
         (experts.load, {"path": "out", "layr": 0}, "KTExperts.load has no argument layr; did you mean layer?"),
         (experts.from_bf16, {}, "KTExperts.from_bf16 needs gate, up, down; give gate=..., up=..., down=..."),

@@ -62,6 +62,8 @@ def test_only_the_mask_may_be_omitted(packed_example):
     before_06 = KTMoEWrapper(**given, **threads, num_gpu_experts=3)
     assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
     assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
+    with pytest.raises(CallError, match=r"^KTMoEWrapper needs layer_idx, num_experts, "):
+        KTMoEWrapper()  # type: ignore[call-arg]
     with pytest.raises(CallError, match=r"^KTMoEWrapper needs cpuinfer_threads, weight_path; give cpuinfer_threads="):
         KTMoEWrapper(**given)
     del given["layer_idx"]
@@ -389,6 +391,10 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
             wrapper.forward(*wrong)
         with pytest.raises(ArgumentError):
             wrapper.submit_forward(*wrong)
+    with pytest.raises(
+        CallError, match=r"^KTMoEWrapper\.forward has no argument hidden; did you mean hidden_states\?$"
+    ):
+        wrapper.forward(hidden=hidden, topk_ids=ids, topk_weights=weights)  # type: ignore[call-arg]
     expected = wrapper.forward(hidden, ids, weights)
     wrapper.submit_forward(hidden, ids, weights)
     for wrong_hidden in (3, None, hidden[:3], hidden.long()):
@@ -400,6 +406,14 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
             wrapper.select_deferred_experts(*scores, 1)
     with pytest.raises(ValueError, match="gate_proj must be a tensor"):
         empty.load_weights_from_tensors(stacked[0][0][:4], *stacked[0][1:], torch.arange(8))
+    for order in (torch.zeros(3, dtype=torch.int64), torch.arange(8.0), list(range(8))):
+        with pytest.raises(
+            ArgumentError, match=r"^physical_to_logical_map_cpu must be a tensor of integers \[8\], or "
+        ):
+            wrapper.load_weights(order)  # type: ignore[arg-type]
+    for sizes, name in (("a", "capture_bs"), ([-1], r"capture_bs\[0\]"), ([1, "2"], r"capture_bs\[1\]")):
+        with pytest.raises(ArgumentError, match=f"^{name} must be "):
+            KTMoEWrapper.set_capture_batch_sizes(sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cpu_save=True is only for"):
         make(cpu_save=True).load_weights(torch.arange(8))
     with pytest.raises(NotImplementedError, match="kt-gpu-prefill-token-threshold"):

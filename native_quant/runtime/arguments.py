@@ -49,10 +49,11 @@ CONVERSIONS: Mapping[np.dtype[Any], Mapping[str, str]] = {
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_calls(own: Collection[str] = ()) -> Callable[[F], F]:
+def check_calls(own: Collection[str] = (), remedy: str = "") -> Callable[[F], F]:
     """Return a decorator of public functions that raises CallError for unknown and missing arguments.
 
-    own  parameters for our own classes, which help() does not show
+    own     parameters for our own classes, which help() does not show
+    remedy  the message, for a function that only our own classes call
     """
 
     def decorate(function: F) -> F:
@@ -65,8 +66,13 @@ def check_calls(own: Collection[str] = ()) -> Callable[[F], F]:
             try:
                 return function(*arguments, **named)
             except TypeError:
-                given = [name for name in named if name not in own]
-                require_names(function.__qualname__.removesuffix(".__init__"), public, arguments, given)
+                accepted, given = public, [name for name in named if name not in own]
+                if remedy:
+                    accepted, given = signature, [*named]
+                try:
+                    require_names(function.__qualname__.removesuffix(".__init__"), accepted, arguments, given)
+                except CallError as error:
+                    raise CallError(remedy) if remedy else error from None
                 raise
 
         call.__signature__ = public  # type: ignore[attr-defined]
@@ -101,7 +107,9 @@ def require_names(
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     required = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in variable]
     if missing := [name for name in required if name not in bound.arguments and name not in optional]:
-        raise CallError(f"{function} needs {', '.join(missing)}; give {', '.join(f'{name}=...' for name in missing)}")
+        by_name = [name for name in missing if parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY]
+        remedy = ", ".join(f"{name}=..." for name in by_name) or "it by position"
+        raise CallError(f"{function} needs {', '.join(missing)}; give {remedy}")
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> int:

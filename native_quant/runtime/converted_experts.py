@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,7 +36,8 @@ from ktconvert.native_quant.runtime.expert_source import (
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 
-MEMORY = ("auto", "map", "copy")
+Memory = Literal["auto", "map", "copy"]
+MEMORY: tuple[Memory, ...] = get_args(Memory)
 MAX_COPIED = 0.8  # fraction of the available memory that copies may take
 
 

@@ -6,12 +6,13 @@ BF16 values are uint16 arrays of their bits. Equations: docs/explanation/numeric
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +40,17 @@ from ktconvert.native_quant.runtime.arguments import (
     require_path,
 )
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
-from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
+from ktconvert.native_quant.runtime.converted_experts import MEMORY, Memory, open_converted
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
 TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
 BF16_BITS = "the bits of BF16 numbers"
-BF16, INT8 = ACTIVATIONS = "bf16", "int8"
+Activations = Literal["bf16", "int8"]
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+BF16, INT8 = ACTIVATIONS
+CREATE = "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)"
 READ_ONLY = {"method", "layer", "num_experts", "hidden", "intermediate", "parts"}  # attributes of KTExperts
 _warned: set[tuple[str, int, int]] = set()
 
@@ -76,21 +80,20 @@ class KTExperts:
 
     # The package's other classes also use the attributes with a leading underscore.
 
-    @check_calls(own=("packed", "pool", "exact", "activations", "order", "function"))
+    @check_calls(own=("packed", "pool", "exact", "activations", "order", "function"), remedy=CREATE)
     def __init__(
         self,
-        packed: weights.LayerWeights | None = None,
-        *others: object,
+        packed: weights.LayerWeights,
+        *,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: str = BF16,
+        activations: Activations = BF16,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
-        **unknown: object,
     ) -> None:
         """Raise ArgumentError: load and from_bf16 create experts."""
-        if others or unknown or not isinstance(packed, weights.LayerWeights):  # only our own classes have them
-            raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
+        if not isinstance(packed, weights.LayerWeights):  # only our own classes have them
+            raise ArgumentError(CREATE)
         require_one_of("exact", exact, (False, True))
         require_one_of("activations", activations, ACTIVATIONS)
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
@@ -141,11 +144,11 @@ class KTExperts:
         intermediate: int | None = None,
         parts: int | None = None,
         strict: bool = False,
-        memory: str = "auto",
+        memory: Memory = "auto",
         threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: str = BF16,
+        activations: Activations = BF16,
         order: NDArray[np.int64] | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
@@ -185,6 +188,8 @@ class KTExperts:
         that names the file and the remedy.
         """
         path = Path(require_path("path", path))
+        if method is not None:
+            require_one_of("method", method, METHODS)
         require_one_of("memory", memory, MEMORY)
         require_one_of("strict", strict, (False, True))
         layer = require_integer("layer", layer, 0)
@@ -233,7 +238,7 @@ class KTExperts:
         threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: str = BF16,
+        activations: Activations = BF16,
         order: NDArray[np.int64] | None = None,
         function: ExpertFunction = PLAIN,
     ) -> KTExperts:
@@ -248,8 +253,8 @@ class KTExperts:
         threads, exact, activations, order
                   as for load
 
-        Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
-        that the method does not support.
+        Raises ArgumentError for invalid arguments, also for Inf or NaN, and UnsupportedError for sizes that the method
+        does not support.
         """
         require_one_of("method", method, METHODS)
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
@@ -470,6 +475,9 @@ class KTExperts:
         inputs = point("uint16_t[]", hidden), point("int64_t[]", ids), point("float[]", weights)
         marks = ffi.NULL if skip is None else point("uint8_t[]", skip)
         return self._make_pointer_call(tokens, ids.shape[1], *inputs, marks, point("uint16_t[]", out)), out
+
+
+KTExperts.__signature__ = inspect.Signature()  # type: ignore[attr-defined]  # help() then shows no call of the class
 
 
 class MissingExperts:

@@ -56,7 +56,8 @@ class Pool:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a pool cannot be pickled: its threads belong to this process; create a pool in the other process"
+            "a KTMoEWrapper cannot be pickled (pickle, torch.save, spawned processes): its threads and weights belong "
+            "to this process; create it in the other process, and call load_weights there"
         )
 
     def __del__(self) -> None:

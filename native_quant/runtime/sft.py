@@ -188,7 +188,7 @@ class SftMoEWrapper:
             intermediate=self.moe_intermediate_size,
             parts=self.threadpool_count,
             pool=self._pool,
-            order=_order(physical_to_logical_map_cpu),
+            order=weights.to_order(physical_to_logical_map_cpu, self.num_experts),
             transposed=self._transposed,
             skip=self._mask.numpy(),
             swiglu_limit=self.swiglu_limit,
@@ -489,7 +489,7 @@ class SftMoEWrapper:
 
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
         function = make_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN
-        order = _order(physical_to_logical_map)
+        order = weights.to_order(physical_to_logical_map, self.num_experts)
         self._install(KTExperts(packed, pool=self._pool, order=order, function=function))
 
     def _install(self, experts: KTExperts) -> None:
@@ -552,7 +552,3 @@ def _start_thread(compute: Callable[[], Result]) -> Future[Result]:
 
 def _use_stream(tensor: torch.Tensor, cuda_stream: Any) -> contextlib.AbstractContextManager[Any]:
     return streams.use_stream(tensor.device, cuda_stream) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _order(physical_to_logical_map: torch.Tensor | None) -> Any:
-    return None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)

@@ -23,12 +23,12 @@ from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
-from ktconvert.native_quant import machine, placement, sigbus
+from ktconvert.native_quant import kernels, machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
+from ktconvert.native_quant.arrays import F32, I64, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.arguments import FLOAT32, UINT16, advise, describe, require_array
+from ktconvert.native_quant.runtime.arguments import FLOAT32, INTEGERS, UINT16, advise, describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -37,6 +37,7 @@ WriteSlice = Callable[[NumaSlice, Sequence[Bytes]], None]  # writes the tensors 
 SliceTensors = Mapping[NumaSlice, tuple[Bytes, ...]]  # the tensors of slices, without biases
 
 HUGE_PAGE = 2 << 20
+ORDER_DTYPES = {f"torch.{name}" for name in INTEGERS}
 ALIGNMENT = 64  # a cache line; the kernels read aligned tensors fastest
 
 
@@ -159,6 +160,19 @@ def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[Any]:
     return bits
 
 
+def to_order(physical_to_logical_map_cpu: Any, experts: int) -> I64 | None:
+    """Return the map of a torch program, integers [E] or None, as a NumPy array. Raises ArgumentError."""
+    import torch
+
+    value = physical_to_logical_map_cpu
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or str(value.dtype) not in ORDER_DTYPES or tuple(value.shape) != (experts,):
+        needed = f"a tensor of integers [{experts}], or None"
+        raise ArgumentError(f"physical_to_logical_map_cpu must be {needed}, not {describe(value)}")
+    return value.to("cpu", torch.int64).numpy()
+
+
 def pack(
     gate: U16 | None,
     up: U16,
@@ -178,8 +192,8 @@ def pack(
     transposed  whether to pack their transposes, too
     biases      projection -> [E, I] or, for down, [E, H]; None if experts have none
 
-    Raises kernels.NonFinite for an infinite or NaN weight, ValueError for wrong shapes and types, and for a method
-    whose weights exist only in checkpoints.
+    Raises ArgumentError for an infinite or NaN weight, for wrong shapes and types, and for a method whose weights exist
+    only in checkpoints.
     """
     encoding = method.encoding
     if encoding is None:
@@ -275,12 +289,25 @@ def pack_linears(
     write: Callable[[Matrix, Sequence[Bytes]], None],
     pool: Pool,
 ) -> LayerWeights:
-    """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice."""
+    """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice.
+
+    Raises ArgumentError for an infinite or NaN weight.
+    """
     sizes = slicing.hidden, slicing.intermediate, slicing.numa
     require_legal(FORMATS[method.name], *sizes, option="parts (threadpool_count)")
 
     def make_writer(expert: int, projection: str) -> WriteSlice:
-        return lambda numa_slice, out: write(numa_slice.cut_linear(linears[projection][expert]), out)
+        def write_slice(numa_slice: NumaSlice, out: Sequence[Bytes]) -> None:
+            matrix = numa_slice.cut_linear(linears[projection][expert])
+            try:
+                write(matrix, out)
+            except kernels.NonFinite as error:
+                position = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                row, column = reversed(position) if numa_slice.backward else position
+                where = f"row {row}, column {column} of expert {expert}"
+                raise ArgumentError(f"{projection} must be finite, but {where} is infinite or not a number") from None
+
+        return write_slice
 
     return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["up"]), make_writer, pool)
 

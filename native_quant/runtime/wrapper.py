@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
-import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
@@ -21,14 +21,17 @@ from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.arguments import (
+    F,
+    check_calls,
     describe,
     require_integer,
     require_names,
     require_one_of,
     require_path,
 )
+from ktconvert.native_quant.runtime.converted_experts import Memory
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import BF16, KTExperts, make_function, open_experts
+from ktconvert.native_quant.runtime.experts import BF16, Activations, KTExperts, make_function, open_experts
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -42,9 +45,25 @@ from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, pars
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 
-# Defaults that are no values: of a mask, which may be left out, and of the arguments after it, which are required.
-_OMITTED: Any = object()
-_REQUIRED = _OMITTED
+_OMITTED: Any = object()  # the value of a mask that is left out
+
+
+def _allow_omitted_mask(init: F) -> F:
+    """Return an __init__ that accepts a call without the mask. Type checkers require the mask, as kt-kernel does."""
+
+    @functools.wraps(init)
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, **_bind_arguments(arguments, named))
+
+    return cast(F, call)
+
+
+def _bind_arguments(arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of the class by name, also those that are left out. Raises CallError."""
+    require_names("KTMoEWrapper", _SIGNATURE, (None, *arguments), named, optional=("gpu_experts_mask",))
+    bound = _SIGNATURE.bind_partial(None, *arguments, **named)
+    bound.apply_defaults()
+    return {"gpu_experts_mask": _OMITTED} | {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 class KTMoEWrapper:
@@ -64,7 +83,7 @@ class KTMoEWrapper:
     num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
                       sizes of the layer: experts, experts per token, columns of the hidden states, rows of gate and up
     gpu_experts_mask  bool [num_experts]: experts that the GPU computes, and this class skips. None: skip no expert.
-                      Omitted: skip the first num_gpu_experts, as in kt-kernel before 0.6
+                      Omitted, which type checkers reject: skip the first num_gpu_experts, as in kt-kernel before 0.6
     cpuinfer_threads  number of threads; wrappers with the same number and nodes share them
     threadpool_count  number of NUMA slices to pack, or to divide a checkpoint into (converted files have a fixed
                       number), and of nodes for the threads
@@ -90,21 +109,20 @@ class KTMoEWrapper:
     """
 
     exact: ClassVar[bool] = False
-    activations: ClassVar[str] = BF16
+    activations: ClassVar[Activations] = BF16
     strict: ClassVar[bool] = False
-    memory: ClassVar[str] = "auto"
+    memory: ClassVar[Memory] = "auto"
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
         if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
-        require_names("KTMoEWrapper", _SHOWN, (None, *arguments), named, optional=("gpu_experts_mask",))
-        bound = _SIGNATURE.bind(None, *arguments, **named)
-        bound.apply_defaults()
-        if bound.arguments["mode"] != "sft":
+        bound = _bind_arguments(arguments, named)
+        if bound["mode"] != "sft":
             return super().__new__(cls)
-        return _make_sft_wrapper(bound.arguments)  # type: ignore[return-value]  # not for type checkers
+        return _make_sft_wrapper(bound)  # type: ignore[return-value]  # not for type checkers
 
+    @_allow_omitted_mask
     def __init__(
         self,
         layer_idx: int,
@@ -112,11 +130,11 @@ class KTMoEWrapper:
         num_experts_per_tok: int,
         hidden_size: int,
         moe_intermediate_size: int,
-        gpu_experts_mask: torch.Tensor | None = _OMITTED,
-        cpuinfer_threads: int = _REQUIRED,
-        threadpool_count: int = _REQUIRED,
-        weight_path: str | PathLike[str] = _REQUIRED,
-        chunked_prefill_size: int = _REQUIRED,
+        gpu_experts_mask: torch.Tensor | None,
+        cpuinfer_threads: int,
+        threadpool_count: int,
+        weight_path: str | PathLike[str],
+        chunked_prefill_size: int,
         cpu_save: bool = False,
         max_deferred_experts_per_token: int | None = None,
         method: str = "AMXINT4",
@@ -199,6 +217,7 @@ class KTMoEWrapper:
     def num_gpu_experts(self) -> int:
         return int(self._mask.sum())
 
+    @check_calls()
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
 
@@ -225,6 +244,7 @@ class KTMoEWrapper:
         )
         self._install(experts)
 
+    @check_calls()
     def load_weights_from_tensors(
         self,
         gate_proj: torch.Tensor | None,
@@ -268,9 +288,7 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:
-        order: Any = physical_to_logical_map
-        if isinstance(order, torch.Tensor):
-            order = np.asarray(order.cpu(), np.int64)
+        order = weights.to_order(physical_to_logical_map, self.num_experts)
         return {"pool": self._pool, "exact": self.exact, "activations": self.activations, "order": order}
 
     def _install(self, experts: KTExperts) -> None:
@@ -314,6 +332,7 @@ class KTMoEWrapper:
             raise StateError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
         return self.moe
 
+    @check_calls()
     def forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> torch.Tensor:
@@ -332,6 +351,7 @@ class KTMoEWrapper:
             return self.sync_forward(hidden_states, cuda_stream)
         return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
 
+    @check_calls()
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
@@ -343,6 +363,7 @@ class KTMoEWrapper:
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
 
+    @check_calls()
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward; hidden_states: the tensor passed to it, or a similar one.
 
@@ -356,6 +377,7 @@ class KTMoEWrapper:
             return self._stream.sync(hidden_states, cuda_stream)
         return self._cpu.sync(hidden_states)
 
+    @check_calls()
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -366,9 +388,13 @@ class KTMoEWrapper:
         return split_immediate(expert_ids, expert_scores, int(protected_k), self._mask)
 
     @staticmethod
+    @check_calls()
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
         """Set the numbers of tokens for which CUDA graphs will be captured, so that their pinned buffers are kept."""
-        BufferCache.captured_sizes = capture_bs
+        if not isinstance(capture_bs, list | tuple):
+            raise ArgumentError(f"capture_bs must be a list of int, not {describe(capture_bs)}")
+        sizes = [require_integer(f"capture_bs[{index}]", size, 1) for index, size in enumerate(capture_bs)]
+        BufferCache.captured_sizes = sizes
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
@@ -384,6 +410,7 @@ class KTMoEWrapper:
     def clear_sft_buffer_cache() -> None:
         """Do nothing: buffers of training are freed with their step."""
 
+    @check_calls()
     def submit_write_weight_scale_to_buffer(
         self,
         gpu_tp_count: int,
@@ -412,16 +439,10 @@ class KTMoEWrapper:
 
 
 _SIGNATURE = inspect.signature(KTMoEWrapper.__init__)
-_SHOWN = _SIGNATURE.replace(
-    parameters=[
-        parameter.replace(default=parameter.empty) if parameter.default is _OMITTED else parameter
-        for parameter in _SIGNATURE.parameters.values()
-    ]
-)
 # Programs look for parameters in the signature of __new__, as kt-kernel's class has no __init__.
 _class: Any = KTMoEWrapper
-_class.__new__.__signature__ = _class.__init__.__signature__ = _SHOWN
-_class.__signature__ = _SHOWN.replace(parameters=[*_SHOWN.parameters.values()][1:])
+_class.__new__.__signature__ = _SIGNATURE
+_class.__signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values()][1:])
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from ktconvert._results import KTPlan, KTReport, describe_plan, describe_report
 from ktconvert.layouts.errors import ArgumentError
+from ktconvert.native_quant.runtime.arguments import check_calls
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
@@ -102,6 +103,7 @@ def write_parameter(parameter: inspect.Parameter) -> str:
     return f"{text} = {json.dumps(parameter.default) if isinstance(parameter.default, str) else parameter.default}"
 
 
+@check_calls()
 def plan(
     command: str, /, input: str | PathLike[str] | None = None, output: str | PathLike[str] | None = None, **options: Any
 ) -> list[KTPlan]:
@@ -112,7 +114,8 @@ def plan(
     output   path of the directory to write; required
     options  the other options, which `ktconvert COMMAND --help-all` lists, with underscores: quant_method, threads ...
     Returns a plan for each output. Raises ArgumentError, a ValueError, for unknown options and invalid values, and
-    another KTConvertError for options that do not go together and for an input that cannot be converted so.
+    another KTConvertError for options that do not go together and for an input that cannot be converted so. Only
+    convert checks whether memory (max_memory) and disk suffice, and whether it may write to the output.
     """
     from ktconvert.pipeline.plans import commands
 
@@ -150,6 +153,7 @@ def _make_options(
     return settings
 
 
+@check_calls()
 def convert(
     command: str,
     /,
@@ -196,6 +200,7 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
+@check_calls()
 def verify(output: str | PathLike[str], against: str | PathLike[str] | None = None, **options: Any) -> KTReport:
     """Check an output, as `ktconvert verify` does.
 

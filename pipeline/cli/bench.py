@@ -49,7 +49,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def measure_layer(
-    path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, activations: str = BF16
+    path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, activations: Any = BF16
 ) -> dict[str, Any]:
     """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels

@@ -25,14 +25,14 @@ from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.checkpoint_experts import open_checkpoint_experts
-from ktconvert.native_quant.runtime.experts import open_experts
+from ktconvert.native_quant.runtime.converted_experts import Memory
+from ktconvert.native_quant.runtime.experts import BF16, INT8, Activations, open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.required_packages import RUN_PACKAGES
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.pipeline.options.model_options import STORED
-from ktconvert.pipeline.options.option_groups import BF16, INT8
 from ktconvert.quantizers.reference import bf16_to_f32
 
 # extra -> packages that its commands need
@@ -93,9 +93,9 @@ class ModelChoice:
     revision: str | None = None
     trust_remote_code: bool = False
     threads: int | None = None
-    memory: str = "auto"
+    memory: Memory = "auto"
     non_experts: str = STORED
-    activations: str = BF16
+    activations: Activations = BF16
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args,
 import click
 import msgspec
 
-from ktconvert.layouts.errors import ArgumentError
+from ktconvert.layouts.errors import ArgumentError, CallError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import (
     ChoiceList,
@@ -339,6 +339,7 @@ KINDS = {
     float: "a float",
     str: "a str",
     Path: "a path",
+    ChoiceList: "a str or a list of at least one str",
     Size: "an int, or a str such as '5GB' or '500MiB'",
 }
 
@@ -356,8 +357,8 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
                 documents.as_type(value, declaration.shape)
             return documents.as_type(value, option_field.annotation)
         kind = _find_kind(option_field)
-        json_type: Any = {Path: str, Size: int | str}.get(kind, kind)
-        if isinstance(option_field.click_type, ChoiceList) and isinstance(value, list):
+        json_type: Any = {ChoiceList: str, Path: str, Size: int | str}.get(kind, kind)
+        if kind is ChoiceList and value and isinstance(value, list):
             value = ",".join(map(str, value))
         converted = [
             option_field.click_type.convert(documents.as_type(item, json_type), None, None)
@@ -383,6 +384,8 @@ def _find_kind(option_field: OptionField) -> Any:
     click_type = option_field.click_type
     if isinstance(click_type, Size):
         return Size
+    if isinstance(click_type, ChoiceList):
+        return ChoiceList
     if isinstance(click_type, PathOrHubId | FilePath):
         return Path
     return get_args(option_field.annotation)[0] if option_field.value_type is tuple else option_field.value_type
@@ -405,9 +408,9 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
             remedy = f"give {' and '.join(missing)}"
         else:
             remedy = f"`ktconvert {cls.command} --help-all` lists the options"
-        raise ArgumentError(f"unknown option {unknown[0]}; {remedy}")
+        raise CallError(f"unknown option {unknown[0]}; {remedy}")
     if missing:
-        raise ArgumentError(f"argument {missing[0]} is missing; give {missing[0]}=...")
+        raise CallError(f"argument {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
