@@ -321,6 +321,7 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
     bare = Path(shutil.copytree(source, tmp_path / "bare"))
     (bare / "config.json").unlink()
     whole = source.with_name("whole")
+    larger = conversion.checkpoint(tmp_path / "larger", layers=3, experts=1)
     wrong = Path(shutil.copytree(source, tmp_path / "wrong"))
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "hidden_size": "256x"}))
@@ -337,6 +338,8 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
         (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
         (("cpu", wrong, tmp_path / "out"), 5, f'{wrong}: config.json says hidden_size = "256x", which is not a whole'),
         (("merge", whole, tmp_path / "out"), 5, f"{whole}: its experts are in safetensors files already"),
+        (("dequantize", source, whole), 7, f"{whole} is an output of `ktconvert cpu`; choose a different --output, or"),
+        (("cpu", larger, whole), 5, "restore the old input, choose a different --output, or start over with"),
     ):
         conversion.check_refusal(conversion.ktconvert(*words), code, message)
 

@@ -314,7 +314,11 @@ def compare_plans(plan: Plan, saved: SavedPlan, may_drop: bool) -> tuple[bool, l
 
 
 def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, with both values, if an option that can change a byte differs from the old one."""
+    """Raise OutputError if the command, or an option that can change a byte, differs from the old one."""
+    if old.command != plan.options.command:
+        kind = "an output" if isinstance(old, Manifest) else "an unfinished output"
+        remedy = "choose a different --output, or replace it with --overwrite"
+        raise OutputError(f"{output} is {kind} of `ktconvert {old.command}`; {remedy}.")
     if differences := _compare_settings(old, plan):
         raise OutputError(
             f"{output} was made with different options ({'; '.join(differences)}); use the old values, choose a "
@@ -378,7 +382,8 @@ def find_different_hashes(was: SourceFile, now: SourceFile) -> tuple[str, str] |
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     differences, _ = compare_files(old, plan)
     if differences:
-        problem = f"{'; '.join(differences[:5])}; restore the old input, or start over with --overwrite"
+        remedy = "restore the old input, choose a different --output, or start over with --overwrite"
+        problem = f"{'; '.join(differences[:5])}; {remedy}"
         raise InputError(f"{plan.options.input} is not the input of {output}: {problem}.")
 
 
