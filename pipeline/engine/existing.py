@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
-from ktconvert.layouts.files import documents, manifest
+from ktconvert.layouts.files import documents, manifest, publish
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
@@ -116,11 +116,13 @@ def require_writable_output(plan: Plan, overwrite: bool) -> None:
     require_safe_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
+    paths = locate(output)
     if not output.is_dir():
+        if not paths.root.is_dir():
+            publish.require_creatable(output)
         if overwrite:
             require_replaceable(plan)  # folder of the side output
         return
-    paths = locate(output)
     saved = read_plan(paths)
     if _is_being_moved_in(paths, saved):
         return
