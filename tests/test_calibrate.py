@@ -217,6 +217,8 @@ def test_calibrate_runs_after_a_refused_attempt(models: dict[str, Path], servers
     conversion.check_refusal(result, 5, "has no tokens")
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", calibrated.FEW)
     calibrate(servers, models["qwen3_moe"], output, dataset)
+    result = servers.run(["cpu", output, tmp_path / "int4"], tmp_path / "log")
+    conversion.check_refusal(result, 5, f"{output}: contains statistics of a model's experts, not a model; give the")
 
 
 @pytest.mark.parametrize("options", [("--quant-method", "RTN"), ("--engine", "oneshot")])

@@ -41,6 +41,20 @@ def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) ->
         assert f"note: {flag.removesuffix(' 4')}" in result.stderr
 
 
+def test_options_without_effect_are_noted_without_verbose(tmp_path: Path, cli: Any, example: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one line")
+    quiet = {"KTCONVERT_CPU_VERBOSE": "0", "KTCONVERT_VERIFY_VERBOSE": "0"}
+    assert "note: --stream has no effect: " in cli("cpu", example, tmp_path / "a", "--stream", env=quiet).stderr
+    assert "note: --text has no effect: " in cli("verify", tmp_path / "a", "--text", text, env=quiet).stderr
+
+
+def test_methods_may_have_the_names_of_formats(tmp_path: Path, cli: Any, example: Path) -> None:
+    for name, method in (("AMXINT8", "AMXINT8"), ("int8", "AMXINT8"), ("AMXINT4", "AMXINT4"), ("Mxfp4", "MXFP4")):
+        plan = cli("cpu", example, tmp_path / "a", "--quant-method", name, "--dry-run").stdout
+        assert re.search(rf"^method +{method}$", plan, re.MULTILINE), plan
+
+
 def test_capped_threads_are_noted_without_verbose(tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--threads", 100_000, env={"KTCONVERT_CPU_VERBOSE": "0"})
     assert "note: --threads 100000 is capped at the" in result.stderr and re.search("more notes?: -v", result.stderr)
@@ -117,6 +131,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, ex
         (["cpu", "-i", "{example}", "-o", "{out}", "--input-type", "fp8"], 5),
         (["resume", "{out}"], 5),
         (["cpu", "-i", "{example}", "-o", f"{__file__}/x", "-q"], 7),
+        (["cpu", "-i", "{example}", "-o", f"{__file__}/x", "-q", "--dry-run"], 7),
         (["nonsense"], 2),
         (["cpu", "--threads", "many"], 2),
     ],

@@ -11,9 +11,10 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli import COMMANDS, COMPLETE, group
 from ktconvert.pipeline.cli.completion import SHELLS
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
+from rig import conversion
 
 PARAMETERS = [(name, each) for name in COMMANDS for each in group.get_command(click.Context(group), name).params]  # type: ignore[union-attr]
 PATHS = [(name, each) for name, each in PARAMETERS if isinstance(each.type, FilePath | PathOrHubId)]
@@ -45,6 +46,12 @@ def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
         assert "already" in cli("--install-completion", env=env).stdout
         assert (tmp_path / shell.startup_file).read_text().count(shell.line) == 1
     assert "bash, zsh, fish" in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
+
+
+def test_closed_standard_output_is_named() -> None:
+    prefix = ("sh", "-c", 'exec "$0" "$@" >&-')
+    done = conversion.ktconvert(prefix=prefix, env={COMPLETE: "zsh_source"})
+    conversion.check_refusal(done, 1, "standard output is closed; redirect it to a file or to /dev/null.")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -127,6 +127,10 @@ def test_the_refusal_and_a_wrong_variable_end_the_command(write_config: Write, c
     path = write_config("[cpu]\nthreads = 'many'")
     assert cli("cpu", "model", "out", code=2).stderr.startswith(f"ktconvert: {path}: [cpu] threads: 'many' ")
     assert cli("version", code=0).stderr == ""
+    path.write_text("[cpu")
+    for words in (("version",), ("doctor",), ("cpu", "--help"), ("help", "cpu"), ("--help",)):
+        result = cli(*words, code=0)
+        assert result.stdout and (words == ("--help",) or f"warning: {path}: cannot be read (" in result.stderr)
     path.unlink()
     result = cli("cpu", "model", "out", env={"KTCONVERT_CPU_THREADS": "many"}, code=2)
     assert "'KTCONVERT_CPU_THREADS'" in result.stderr and "'many'" in result.stderr

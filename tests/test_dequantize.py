@@ -260,8 +260,9 @@ def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> 
         assert any(problem.startswith(f"{name} in {file.name} differs from") for problem in bad["problems"])
         file.write_bytes(original)
     other, _ = checkpoint(tmp_path / "other", "ct 4")
-    problems = run_verify(cli, out, "--against", other)["problems"]
-    assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
+    bad = run_verify(cli, out, "--against", other)
+    assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in bad["problems"])
+    assert "give the model that was converted, whose files are in manifest.json." in bad["message"]
     cli("verify", out, "--numa", 1, code=2)
     assert "is a bias, and experts of" in cli("verify", out, "--run", code=3).stderr
     (out / "config.json").write_text(json.dumps({"quantization_config": FP8}))

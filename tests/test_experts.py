@@ -148,6 +148,18 @@ def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: byte
     assert not same_file.exists()
 
 
+def test_the_file_to_write_needs_no_flag(tmp_path: Path) -> None:
+    """OUT by position writes the same file as --output; COUNTS as OUT is refused."""
+    counts = write_statistics(tmp_path / "s")
+    by_flag, by_position = tmp_path / "flag.safetensors", tmp_path / "position.safetensors"
+    for words in (("--output", by_flag), (by_position,)):
+        assert run_in_process("experts", counts, *words, "--num-gpu-experts", 1).exception is None
+    assert by_flag.read_bytes() == by_position.read_bytes()
+    file = counts / "counts.safetensors"
+    code, text = error_of(file, file, "--num-gpu-experts", 1)
+    assert (code, text) == (2, f"--output {file}: COUNTS is the same file; choose a different path.")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

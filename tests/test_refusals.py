@@ -292,6 +292,13 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
 
 
+def test_a_removed_current_directory_is_named(tmp_path, source):
+    prefix = ("sh", "-c", 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"', str(tmp_path / "gone"))
+    for words in (("cpu", "model", "out"), ("models",)):
+        done = conversion.ktconvert(*words, prefix=prefix)
+        conversion.check_refusal(done, 1, "the current directory has been removed; change to one that exists.")
+
+
 def test_a_parent_without_folders_is_named(source):
     """/proc refuses new folders as if their parent were missing."""
     remedy = "(No such file or directory); choose an output in a different directory."
@@ -303,7 +310,9 @@ def test_a_read_only_parent_is_named(source, output):
     remedy = f"choose an output in a different directory, or make {output.parent} writable."
     problem = f"cannot be created (Permission denied); {remedy}"
     for missing, refused in ((output, output), (output / "deeper", output)):
-        conversion.check_refusal(convert(source, missing, prefix=WITHOUT_ROOT_RIGHTS), 7, f"{refused}: {problem}")
+        for options in ((), ("--dry-run",)):
+            done = convert(source, missing, *options, prefix=WITHOUT_ROOT_RIGHTS)
+            conversion.check_refusal(done, 7, f"{refused}: {problem}")
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
@@ -321,6 +330,9 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
     bare = Path(shutil.copytree(source, tmp_path / "bare"))
     (bare / "config.json").unlink()
     whole = source.with_name("whole")
+    larger = conversion.checkpoint(tmp_path / "larger", layers=3, experts=1)
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     wrong = Path(shutil.copytree(source, tmp_path / "wrong"))
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "hidden_size": "256x"}))
@@ -337,6 +349,9 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
         (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
         (("cpu", wrong, tmp_path / "out"), 5, f'{wrong}: config.json says hidden_size = "256x", which is not a whole'),
         (("merge", whole, tmp_path / "out"), 5, f"{whole}: its experts are in safetensors files already"),
+        (("dequantize", source, whole), 7, f"{whole} is an output of `ktconvert cpu`; choose a different --output, or"),
+        (("verify", adapter), 5, f"{adapter}: is a LoRA adapter, not an output; give the directory that"),
+        (("cpu", larger, whole), 5, "restore the old input, choose a different --output, or start over with"),
     ):
         conversion.check_refusal(conversion.ktconvert(*words), code, message)
 
@@ -381,8 +396,9 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mou
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
     words = ("needed (", "of finished files", "of companion files", "to spare for headers, index, manifest", "free")
     conversion.check_refusal(convert(source, output, prefix=mounts.prefix), 4, *words)
-    shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
-    assert all(word in shown for word in words), shown
+    dry_run = convert(source, output, "--dry-run", prefix=mounts.prefix)
+    conversion.check_refusal(dry_run, 4, *words)
+    assert all(word in dry_run.stdout for word in words), dry_run.stdout
     assert conversion.names(mounts.host_path(base)) == []
     mounts.mount("-o", "remount,size=64m", base)
     result = convert(source, output, prefix=mounts.prefix)

@@ -249,7 +249,7 @@ REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     ((), UsageError, "--prompt TEXT or --chat is missing; add it"),
     (("--chat", "--prompt", "x"), UsageError, "--prompt TEXT and --chat exclude each other"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
-    (("--prompt", ""), InputError, "the prompt has no tokens"),
+    (("--prompt", ""), UsageError, "--prompt: has no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), InputError, "nowhere: does not exist"),
 ]
 

@@ -48,6 +48,9 @@ def test_killed_conversion_is_stopped(bench):
     said = bench.run("status", bench.output).stderr
     assert re.search(rf"stopped: 2 of 3 units done.*\ndone, by host:\n  {os.uname().nodename} +2 units", said), said
     assert f"run `ktconvert resume {bench.output}` to continue" in said
+    for command in ("status", "resume"):
+        result = bench.run(command, bench.work)
+        assert result.returncode == InputError.exit_code and f"give its output, {bench.output}." in result.stderr
     assert bench.run("resume", bench.output).returncode == 0
 
 

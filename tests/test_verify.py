@@ -362,7 +362,7 @@ def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_expe
     report = run_verify(output, "--against", same_shape)
     assert report["message"] == (
         f"{output}: its experts have nothing in common with those of {same_shape}, which is a different model; give "
-        "the model that was converted."
+        "the model that was converted, whose files are in manifest.json."
     )
     assert any("differ from the source in the manifest" in note for note in report["notes"])
     report = run_verify(output, "--against", write("other shape", 4, 512, 2))

@@ -114,7 +114,7 @@ def make_folder(path: Path) -> None:
             make_single_folder(path)
         except FileExistsError:
             if not path.is_dir():
-                raise OutputError("is a file, not a directory", "choose a different output", path=path) from None
+                raise _refuse_file(path) from None
         sync_folder(path.parent)
 
 
@@ -125,10 +125,32 @@ def make_single_folder(path: Path, mode: int = 0o777) -> None:
     except OSError as error:
         if error.errno not in NOT_ALLOWED:
             raise
-        remedy = "choose an output in a different directory"
-        if error.errno == errno.EACCES:
-            remedy += f", or make {path.parent} writable"
-        raise OutputError(f"cannot be created ({error.strerror})", remedy, path=path) from None
+        raise _explain_not_allowed(path, error.errno) from None
+
+
+def _explain_not_allowed(path: Path, number: int) -> OutputError:
+    """Return the error for a folder that the system does not allow to make, for this reason (errno)."""
+    remedy = "choose an output in a different directory"
+    if number == errno.EACCES:
+        remedy += f", or make {path.parent} writable"
+    return OutputError(f"cannot be created ({os.strerror(number)})", remedy, path=path)
+
+
+def require_creatable(path: Path) -> None:
+    """Raise the OutputError that making a folder and its missing parents would raise, as far as modes tell."""
+    parent = path.parent
+    if parent.is_dir():
+        if not os.access(parent, os.W_OK | os.X_OK):
+            read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+            raise _explain_not_allowed(path, errno.EROFS if read_only else errno.EACCES)
+    elif os.path.lexists(parent):
+        raise _refuse_file(parent)
+    else:
+        require_creatable(parent)
+
+
+def _refuse_file(path: Path) -> OutputError:
+    return OutputError("is a file, not a directory", "choose a different output", path=path)
 
 
 def publish_path(partial: Path, final: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ktconvert.layouts.checkpoints.adapter import is_adapter
 from ktconvert.layouts.errors import InputError, VerificationError, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
@@ -102,6 +103,8 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
             raise bad_file(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        if is_adapter(root):
+            raise bad_file(root, "is a LoRA adapter, not an output", remedy)
         has_shards = next(root.glob("*.safetensors"), None) is not None
         problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"
         raise bad_file(root, problem, remedy)

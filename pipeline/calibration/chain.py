@@ -34,6 +34,7 @@ from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
 from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
 
 SAMPLES = "samples"
 LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
@@ -98,9 +99,8 @@ class Chain:
             except InputError as error:  # without a remedy if the data set itself has to be repaired
                 raise error.with_remedy(error.remedy and f"{error.remedy}, or {self.alternative}") from error
             if (count := len(self.loaded)) < samples.num_calibration_samples:
-                reporter.note(
-                    f"{samples.dataset}: {count} samples, fewer than the requested {samples.num_calibration_samples}"
-                )
+                requested = samples.num_calibration_samples
+                reporter.announce(f"{samples.dataset}: {plural(count, 'sample')}, fewer than the requested {requested}")
         return self.loaded
 
     def make_samples_unit(self) -> Unit[Chain]:

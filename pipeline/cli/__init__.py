@@ -232,7 +232,8 @@ def main() -> None:
         if instruction := os.environ.get(COMPLETE):
             from click.shell_completion import shell_complete
 
-            sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
+            with terminal.name_in_errors(sys.stdout):  # click writes to its binary stream
+                sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
@@ -264,6 +265,8 @@ def main() -> None:
                 _discard(sys.stdout)
                 if error.errno == errno.EBADF:
                     _fail("standard output is closed; redirect it to a file or to /dev/null.", 1)
+            if error.filename is None and error.errno == errno.ENOENT and not _has_current_directory():
+                _fail("the current directory has been removed; change to one that exists.", 1)
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
@@ -276,6 +279,14 @@ def main() -> None:
         if code is None:
             raise
         _fail(str(error), code)
+
+
+def _has_current_directory() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _open_streams() -> None:

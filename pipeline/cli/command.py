@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SHOW_ALL = "ktconvert.help-all"  # key of click's context
 ONCE = {"-i", "-o"}  # options that must not be repeated; of the others, the last value counts, as in most programs
+# Commands and options for which a wrong config file is only a warning, since they help to correct it
+WITHOUT_CONFIG = ("doctor", "version")
+HELP_FLAGS = {"-h", "--help", "--help-all"}
 MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
@@ -54,7 +57,12 @@ class Command(click.Command):
             command = (self.name or "", self.settings, parent)
             for sentence in find_wrong_variables(*command):
                 click.echo(f"warning: {sentence}", err=True)
-            extra["default_map"] = read_defaults(*command)
+            try:
+                extra["default_map"] = read_defaults(*command)
+            except UsageError as error:
+                if self.name not in WITHOUT_CONFIG and not HELP_FLAGS & {*map(str.lower, args)}:
+                    raise
+                click.echo(f"warning: {error}", err=True)
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -17,12 +17,18 @@ from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
-from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory
-from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do, require_files, require_writable_output
+from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory, require_possible
+from ktconvert.pipeline.engine.existing import (
+    is_finished,
+    read_plan,
+    report_nothing_to_do,
+    require_files,
+    require_writable_output,
+)
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.loop import Interrupted
-from ktconvert.pipeline.engine.paths import locate
+from ktconvert.pipeline.engine.paths import locate, require_no_work_directory
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
@@ -229,7 +235,11 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
         _report_serving(plans, reporter)
         reporter.count_hidden_notes()
         as_json = options.reporting.json_events
-        dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=uses_workers(options.workers))
+        with_workers = uses_workers(options.workers)
+        dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=with_workers)
+        if share is None:  # a job share needs only a part of the space
+            unfinished = [plan for plan in plans if not is_finished(plan, overwrite)]
+            require_possible(unfinished, overwrite, with_workers=with_workers)
         return
     if options.existing.force_unlock:
         for plan in plans:
@@ -251,6 +261,7 @@ def resume_conversion(options: ResumeOptions) -> None:
             return report_nothing_to_do(options.output, reporter, compared=False)
         if not options.output.exists():
             raise absent_path(options.output)
+        require_no_work_directory(options.output)
         remedy = f"start one with `ktconvert {'`, `'.join(CONVERSION_OPTIONS)}` or `train`"
         raise bad_file(options.output, "not an unfinished conversion", remedy)
     if saved.command == TRAIN:
@@ -275,6 +286,7 @@ def resume_conversion(options: ResumeOptions) -> None:
             as_json = options.reporting.json_events
             with_workers = uses_workers(options.workers)
             dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
+            require_possible([plan], overwrite=False, with_workers=with_workers)
             return
         require_all_shares(plan, paths)
         trust_store = options.earlier_run.trust_store
@@ -316,6 +328,8 @@ def _make_option_notes(options: ConversionOptions) -> Iterator[str]:
 def _list_unused(options: ConversionOptions) -> Iterator[str]:
     """Yield a sentence for each option on the command line that has no effect with the others."""
     unused = options.find_unused()
+    if Path(options.input).exists():
+        unused["stream"] = f"has no effect: {options.input} is local"
     for option_field in find_given_options(type(options)):
         if option_field.name in unused:
             yield f"{option_field.flag} {unused[option_field.name]}"

@@ -13,6 +13,7 @@ import click
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.declare import Options, option_fields
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from ktconvert.pipeline.report.progress import Reporter
@@ -52,9 +53,12 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = (), *,
     if real_path.is_dir() or not os.access(real_path.parent, os.W_OK):
         raise OutputError(f"{option} {path}: not writable; choose a different path.")
     context = click.get_current_context()
+    assert isinstance(context.command, Command)
+    (own,) = (option_field for option_field in option_fields(context.command.settings) if option_field.flag == option)
+    own_names = (own.name, getattr(own.declaration, "argument", None))
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
-        if value is None or option in parameter.opts or not isinstance(parameter.type, FilePath | PathOrHubId):
+        if value is None or parameter.name in own_names or not isinstance(parameter.type, FilePath | PathOrHubId):
             continue
         other_path = Path(value).expanduser()
         if os.path.realpath(other_path) == str(real_path) or (

@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import read_plan, require_files
 from ktconvert.pipeline.engine.journal import Done, End, Failed, Record, Run, Start
 from ktconvert.pipeline.engine.lock import Holder
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.paths import Paths, locate, require_no_work_directory
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
@@ -96,6 +96,7 @@ def read_status(output: Path) -> dict[str, Any]:
                 return {"output": str(output), "state": FINISHED}
             if not output.exists():
                 raise absent_path(output)
+            require_no_work_directory(output)
             remedy = "give the output of one, or start it, as with `ktconvert cpu`"
             raise bad_file(output, "has no conversion", remedy)
         try:

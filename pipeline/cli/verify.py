@@ -62,10 +62,14 @@ def verify(options: VerifyOptions) -> None:
         report.checks.append(run_check(report, threads))
     if options.report is not None:
         publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
-    report.remarks += notes
+    if options.text is not None and not any(check.name == "predictions" for check in report.checks):
+        notes.append("--text has no effect: only predictions of an output for the GPU and its source are compared")
     if options.reporting.json_events:
+        report.remarks += notes
         click.echo(json.dumps(report_document(report)))
     else:
+        for note in notes:
+            reporter.announce(note)
         _print_report(report, options, reporter)
     if report.sentence is not None:
         if options.reporting.json_events:  # the report contains the sentence: an error event would repeat it

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
-from ktconvert.layouts.files import documents, manifest
+from ktconvert.layouts.files import documents, manifest, publish
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
@@ -116,11 +116,13 @@ def require_writable_output(plan: Plan, overwrite: bool) -> None:
     require_safe_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
+    paths = locate(output)
     if not output.is_dir():
+        if not paths.root.is_dir():
+            publish.require_creatable(output)
         if overwrite:
             require_replaceable(plan)  # folder of the side output
         return
-    paths = locate(output)
     saved = read_plan(paths)
     if _is_being_moved_in(paths, saved):
         return
@@ -314,7 +316,11 @@ def compare_plans(plan: Plan, saved: SavedPlan, may_drop: bool) -> tuple[bool, l
 
 
 def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, with both values, if an option that can change a byte differs from the old one."""
+    """Raise OutputError if the command, or an option that can change a byte, differs from the old one."""
+    if old.command != plan.options.command:
+        kind = "an output" if isinstance(old, Manifest) else "an unfinished output"
+        remedy = "choose a different --output, or replace it with --overwrite"
+        raise OutputError(f"{output} is {kind} of `ktconvert {old.command}`; {remedy}.")
     if differences := _compare_settings(old, plan):
         raise OutputError(
             f"{output} was made with different options ({'; '.join(differences)}); use the old values, choose a "
@@ -378,7 +384,8 @@ def find_different_hashes(was: SourceFile, now: SourceFile) -> tuple[str, str] |
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     differences, _ = compare_files(old, plan)
     if differences:
-        problem = f"{'; '.join(differences[:5])}; restore the old input, or start over with --overwrite"
+        remedy = "restore the old input, choose a different --output, or start over with --overwrite"
+        problem = f"{'; '.join(differences[:5])}; {remedy}"
         raise InputError(f"{plan.options.input} is not the input of {output}: {problem}.")
 
 

@@ -66,7 +66,7 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
                     f"--part env: {number}={environ[number]} is out of range for {count}={environ[count]}; correct "
                     "them."
                 ) from None
-    names = " or ".join(f"{number} and {count}" for number, count, *_ in ENVIRONMENT)
+    names = " nor ".join(f"{number} and {count}" for number, count, *_ in ENVIRONMENT)
     raise UsageError(f"--part env: neither {names} is set; give R/N.")
 
 

@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.errors import OutputError, VerificationError
+from ktconvert.layouts.errors import OutputError, VerificationError, bad_file
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.native_quant import machine
@@ -92,6 +92,12 @@ def find_output(root: Path) -> Path | None:
     """Return the output that has this work directory beside it, or None if the folder is no work directory."""
     name = root.name.removesuffix(WORK_SUFFIX)
     return root.with_name(name) if name not in ("", root.name) and (root / "plan.json").exists() else None
+
+
+def require_no_work_directory(path: Path) -> None:
+    """Raise InputError, with the output to give, for the work directory of an unfinished output."""
+    if (output := find_output(path)) is not None:
+        raise bad_file(path, "is the work directory of an unfinished conversion", f"give its output, {output}")
 
 
 def has_size(path: Path, nbytes: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UsageError
 
 # Tokens of a prompt that the model computes together. Attention then needs memory for this number times the previous
 # tokens; for a whole prompt, it may need memory for the square of its length.
@@ -131,10 +131,10 @@ def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
 
 
 def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
-    """Return the model inputs for a text to continue. Raises InputError for a text without a token."""
+    """Return the model inputs for a text to continue. Raises UsageError for a text without a token."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].shape[1] == 0:
-        raise InputError("the prompt has no tokens; give some text")
+        raise UsageError("--prompt: has no tokens; give some text")
     return inputs
 
 

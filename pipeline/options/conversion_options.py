@@ -57,6 +57,8 @@ REFUSED_METHODS = {
 }
 PLAIN_METHODS = {"moe_int4": AOCL, "moe_int8": AOCL}
 UNSUPPORTED_METHODS = REFUSED_METHODS | PLAIN_METHODS
+# Names of formats in plans and reports, in lower case -> the method that writes them
+METHOD_NAMES = {fmt.name.lower(): method for method, fmt in formats_by_option("cpu").items()}
 
 
 def shard_size_option(unset: str) -> Any:
@@ -161,7 +163,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     quant_method: str = weights_option(
         "Output format; several (int4,int8) share one read of the input.",
-        ChoiceList([*formats_by_option("cpu"), *PLAIN_METHODS], REFUSED_METHODS),
+        ChoiceList([*formats_by_option("cpu"), *PLAIN_METHODS], REFUSED_METHODS, METHOD_NAMES),
         default="int4",
         group=Group.QUANTIZATION,
     )

@@ -9,7 +9,7 @@ import errno
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,12 +212,14 @@ class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since 
 
     Words are shown with underscores, as in the docs; dashes are accepted, too.
 
-    refused  words that the command refuses with a reason; --help and completion do not offer them
+    refused   words that the command refuses with a reason; --help and completion do not offer them
+    synonyms  other words in lower case -> the word that they stand for; --help and completion do not offer them either
     """
 
-    def __init__(self, words: Iterable[str], refused: Iterable[str] = ()) -> None:
+    def __init__(self, words: Iterable[str], refused: Iterable[str], synonyms: Mapping[str, str]) -> None:
         super().__init__(tuple(words), case_sensitive=False)
         self._refused = frozenset(refused)
+        self._synonyms = synonyms
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
         return str(choice).casefold().replace("-", "_")
@@ -226,6 +228,7 @@ class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since 
         words: list[str] = []
         for word in str(value).split(","):
             word = word.strip().lower()
+            word = self._synonyms.get(word, word)
             words.append(word if word in self._refused else super().convert(word, param, ctx))
             if words[-1] in words[:-1]:
                 self.fail(f"{words[-1]} is given twice", param, ctx)

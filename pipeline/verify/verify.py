@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import UsageError, VerificationError
+from ktconvert.layouts.files.manifest import NAME as MANIFEST
 from ktconvert.layouts.outputs import cards, dequantized
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
@@ -29,6 +30,7 @@ from ktconvert.pipeline.verify.page_data import PageData, collect_page_data, rea
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, skip_predictions
 
 CHECKPOINT = "checkpoint"  # an unconverted checkpoint
+GIVE_SOURCE = f"give the model that was converted, whose files are in {MANIFEST}"
 MAX_SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
     "merged": "{shards}",
@@ -146,16 +148,18 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     if source is not None and not is_readable:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
     elif source is not None:
+        differs = False
         if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
             recorded = {(file.header_sha256, file.size) for file in output.manifest.source if file.header_sha256}
-            if recorded != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the weights may be equal
+            differs = recorded != {(shard.header_sha256, shard.size) for shard in source.shards}
+            if differs:  # the weights may be equal
                 problem = "its files differ from the source in the manifest of this output"
                 report.remarks.append(f"{source.root}: {problem}")
         if inputs.model is None:
-            checks.append(against.compare_dequantized(inputs, check_items))
+            check = against.compare_dequantized(inputs, check_items)
         else:
             check, report.errors = against.compare_source(expert_checks.create_comparison(inputs), check_items)
-            checks.append(check)
+        checks.append(replace(check, remedy=GIVE_SOURCE) if differs else check)
 
 
 def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: Reporter) -> None:
