@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import UsageError, absent_path, bad_file
+from ktconvert.layouts.errors import ResourceError, UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -199,6 +199,14 @@ def convert(options: ConversionOptions) -> None:
         _convert_outputs(options, outputs)
 
 
+def _warn_of_small_disk(plans: Sequence[Plan], reporter: Reporter, overwrite: bool, with_workers: bool) -> None:
+    """Print the error of a conversion for which there is too little space: the plan may be for another machine."""
+    try:
+        require_possible(plans, overwrite, with_workers=with_workers)
+    except ResourceError as error:
+        reporter.warn(f"here, the conversion would stop: {error}")
+
+
 @contextlib.contextmanager
 def _explain_interrupt(outputs: Sequence[Path]) -> Iterator[None]:
     """Raise KeyboardInterrupt with the command that continues, for a Ctrl-C before the engine handles it."""
@@ -236,10 +244,10 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
         reporter.count_hidden_notes()
         as_json = options.reporting.json_events
         with_workers = uses_workers(options.workers)
-        dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=with_workers)
         if share is None:  # a job share needs only a part of the space
             unfinished = [plan for plan in plans if not is_finished(plan, overwrite)]
-            require_possible(unfinished, overwrite, with_workers=with_workers)
+            _warn_of_small_disk(unfinished, reporter, overwrite, with_workers)
+        dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=with_workers)
         return
     if options.existing.force_unlock:
         for plan in plans:
@@ -285,8 +293,8 @@ def resume_conversion(options: ResumeOptions) -> None:
         if options.dry_run:
             as_json = options.reporting.json_events
             with_workers = uses_workers(options.workers)
+            _warn_of_small_disk([plan], reporter, False, with_workers)
             dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
-            require_possible([plan], overwrite=False, with_workers=with_workers)
             return
         require_all_shares(plan, paths)
         trust_store = options.earlier_run.trust_store
