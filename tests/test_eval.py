@@ -181,7 +181,7 @@ def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path],
     total = all_windows.ids.size + all_windows.tokens_after
     assert selected.tokens_before + selected.ids.size + selected.tokens_after == total == 4889
     result = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
-    assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in result.stdout
+    assert f"1 window of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in result.stdout
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in result.stdout
 
 

@@ -174,12 +174,12 @@ def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, st
     assert equal_bits(online.forward(hidden, ids, weights), expected)
     assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), expected)  # files hold logical experts
     for wrong, problem in (
-        (torch.arange(EXPERTS - 1), r"\[7\]"),
-        (order.view(2, 4), r"\[2, 4\]"),
-        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 2]), "but names 2 2 times"),
-        (order + 1, "but names 8"),
+        (torch.arange(EXPERTS - 1), r"be a tensor of integers \[8\], or None, not .* \[7\]"),
+        (order.view(2, 4), r"be a tensor of integers \[8\], or None, not .* \[2, 4\]"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 2]), "name each of 8 experts once, .*but names 2 2 times"),
+        (order + 1, "name each of 8 experts once, .*but names 8"),
     ):
-        with pytest.raises(ValueError, match=f"must name each of 8 experts once, .*{problem}"):
+        with pytest.raises(ValueError, match=f"must {problem}"):
             mapped.load_weights(wrong)
 
 

@@ -241,7 +241,7 @@ def find_problems(report: MachineReport) -> Iterator[str]:
         )
     if report.disk.free < LOW_DISK:
         yield (
-            f"{report.disk.path} has {size(report.disk.free)} free: a large model needs more than 100 GB."
+            f"{report.disk.path} has {report.disk.free / 1e9:.0f} GB free: a large model needs more than 100 GB."
             " `ktconvert cpu --dry-run` prints what yours needs."
         )
     if report.disk.file_size_limit is not None:
