@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import ktconvert
-from ktconvert._functions import group_options, list_parameters, write_parameter
+from ktconvert._functions import group_options, list_parameters, write_parameter, write_values
 from ktconvert.layouts.errors import ArgumentError, CallError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
@@ -495,8 +495,8 @@ def test_help_of_the_functions_fits_the_screen_and_explains_every_option() -> No
         commands = {"verify": VerifyOptions} if function is ktconvert.verify else CONVERSION_OPTIONS
         words = " ".join(text.split())
         for rows in group_options(commands).values():
-            for name, (kind, meaning) in rows.items():
-                assert f"{name} {kind}: {meaning}" in words
+            for name, (parameter, meaning) in rows.items():
+                assert f"{name} {write_values(parameter)}: {meaning}" in words
                 assert "--" not in re.sub("`[^`]+`", "", meaning), "names options as the command line does"
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from ktconvert.layouts.errors import ArgumentError, CallError
 
 UINT16, INT64, FLOAT32 = np.dtype(np.uint16), np.dtype(np.int64), np.dtype(np.float32)
-MARKS = BOOL, _ = np.dtype(np.bool_), np.dtype(np.uint8)  # dtypes of `skip`
+BOOL = np.dtype(np.bool_)
+MARKS = (BOOL, np.dtype(np.uint8))  # dtypes of `skip`
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "float32", "float64")
 # Required dtype -> dtypes of arrays and tensors, or type -> how to convert the value
@@ -52,6 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def check_calls(own: Collection[str] = (), remedy: str = "") -> Callable[[F], F]:
     """Return a decorator of public functions that raises CallError for unknown and missing arguments.
 
+    It adds 0.3 microseconds to a call: leave it away from functions that programs call for each layer and token.
     own     parameters for our own classes, which help() does not show
     remedy  the message, for a function that only our own classes call
     """

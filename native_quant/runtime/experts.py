@@ -346,7 +346,8 @@ class KTExperts:
 
     def _make_pointer_call(self, tokens: int, topk: int, *pointers: Any) -> Any:
         """Return a call as _make_call does, for pointers of C to hidden, ids, weights, skip and out."""
-        require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
+        if not 1 <= topk <= lib.KTQ_MAX_TOPK:  # each forward compares it: all checks of a number would take longer
+            require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         return ffi.new("ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *pointers))
 
     def _forward_call(self, call: Any) -> None:

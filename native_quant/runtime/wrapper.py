@@ -351,7 +351,6 @@ class KTMoEWrapper:
             return self.sync_forward(hidden_states, cuda_stream)
         return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
 
-    @check_calls()
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
@@ -363,7 +362,6 @@ class KTMoEWrapper:
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
 
-    @check_calls()
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward; hidden_states: the tensor passed to it, or a similar one.
 
@@ -377,7 +375,6 @@ class KTMoEWrapper:
             return self._stream.sync(hidden_states, cuda_stream)
         return self._cpu.sync(hidden_states)
 
-    @check_calls()
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -410,7 +407,6 @@ class KTMoEWrapper:
     def clear_sft_buffer_cache() -> None:
         """Do nothing: buffers of training are freed with their step."""
 
-    @check_calls()
     def submit_write_weight_scale_to_buffer(
         self,
         gpu_tp_count: int,

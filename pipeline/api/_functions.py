@@ -97,10 +97,20 @@ def write_type(annotation: Any) -> str:
 
 def write_parameter(parameter: inspect.Parameter) -> str:
     """Return the source of a parameter."""
-    text = f"{parameter.name}: {write_type(parameter.annotation)}"
+    return f"{parameter.name}: {write_values(parameter)}"
+
+
+def write_values(parameter: inspect.Parameter) -> str:
+    """Return the source of a parameter's type and default."""
+    default = write_default(parameter)
+    return f"{write_type(parameter.annotation)}{default and f' = {default}'}"
+
+
+def write_default(parameter: inspect.Parameter) -> str:
+    """Return the source of a parameter's default; empty if it has none."""
     if parameter.default is parameter.empty:
-        return text
-    return f"{text} = {json.dumps(parameter.default) if isinstance(parameter.default, str) else parameter.default}"
+        return ""
+    return json.dumps(parameter.default) if isinstance(parameter.default, str) else str(parameter.default)
 
 
 @check_calls()
@@ -222,8 +232,8 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
         return describe_report(report, rename)
 
 
-def describe_options(cls: type[Options]) -> dict[str, tuple[str, str]]:
-    """Return name -> (type and default, meaning) of the options of a command, without its paths."""
+def describe_options(cls: type[Options]) -> dict[str, tuple[inspect.Parameter, str]]:
+    """Return name -> (parameter, meaning) of the options of a command, without its paths."""
     parameters = list_parameters(cls)
     rows = {}
     with use_python_names(cls) as rename:
@@ -231,12 +241,11 @@ def describe_options(cls: type[Options]) -> dict[str, tuple[str, str]]:
             if each.name in parameters and each.name not in ("input", "output"):
                 option: Any = each.declaration
                 meaning = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
-                kind = write_parameter(parameters[each.name]).removeprefix(f"{each.name}: ")
-                rows[each.name] = kind, rename(meaning)
+                rows[each.name] = parameters[each.name], rename(meaning)
     return rows
 
 
-def group_options(commands: Mapping[str, type[Options]]) -> dict[str, dict[str, tuple[str, str]]]:
+def group_options(commands: Mapping[str, type[Options]]) -> dict[str, dict[str, tuple[inspect.Parameter, str]]]:
     """Return title -> options: those of each command, and those that all conversions share."""
     rows = {command: describe_options(cls) for command, cls in commands.items()}
     first, *others = rows.values()
@@ -254,7 +263,7 @@ def _list_options(commands: Mapping[str, type[Options]]) -> str:
     wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * width, break_on_hyphens=False)
     paragraphs = []
     for title, rows in groups.items():
-        lines = [wrapper.fill(f"{name:{width}}{kind}: {meaning}") for name, (kind, meaning) in rows.items()]
+        lines = [wrapper.fill(f"{name:{width}}{write_values(each)}: {text}") for name, (each, text) in rows.items()]
         paragraphs.append("\n".join(["", f"Options of {title}:", *lines, ""]))
     return textwrap.indent("".join(paragraphs), "    ")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ktconvert
-from ktconvert._functions import group_options
+from ktconvert._functions import group_options, write_default
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.queries import VerifyOptions
 
@@ -91,16 +91,16 @@ def write_tables() -> str:
     groups = group_options(CONVERSION_OPTIONS) | group_options({"verify": VerifyOptions})
     for title, rows in groups.items():
         heading = f"[`{title}`](commands/{title}.md)" if title in {*CONVERSION_OPTIONS, "verify"} else title
-        lines = [write_row(name, kind, meaning) for name, (kind, meaning) in rows.items()]
+        lines = [write_row(parameter, meaning) for parameter, meaning in rows.values()]
         head = ["| name | default | meaning |", "|---|---|---|"]
         parts.append("\n".join(["", f"Options of {heading}:", "", *head, *lines]))
     return "\n".join([*parts, "", ""])
 
 
-def write_row(name: str, kind: str, meaning: str) -> str:
+def write_row(parameter: inspect.Parameter, meaning: str) -> str:
     """Return the row of an option. Types would fill the page, and editors show them."""
-    _, _, default = kind.partition(" = ")
-    return f"| `{name}` | {f'`{default}`' if default else 'required'} | {meaning} |"
+    default = write_default(parameter)
+    return f"| `{parameter.name}` | {f'`{default}`' if default else 'required'} | {meaning} |"
 
 
 def write_page(page: str) -> str:
