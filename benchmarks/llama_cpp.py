@@ -32,7 +32,7 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant.matrix import GGML
-from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, KTExperts
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS, AUTO, KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 SHAPE = mixtures.SHAPES["qwen3"]
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--activations", choices=ACTIVATIONS, default=BF16, help="as for `ktconvert run`")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=AUTO, help="as for `ktconvert run`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
     options = parser.parse_args()

@@ -341,7 +341,9 @@ typedef struct {
    (which may be NULL). add: 1 to add the sum to the contents of out (rounded once, at the end), 0 to overwrite it. */
 typedef struct {
     int exact; /* 1: round where kt-kernel rounds; 0: round less. AMXINT4 and AMXINT8 only */
-    int int8;  /* 1: weights that are integers of 4 to 6 bits are multiplied with activations of 8 bits */
+    /* Bit f is 1: weights in format f, if they are integers of 4 to 6 bits, are multiplied with activations of 8 bits;
+       gate and up only if the bits of both are 1. */
+    uint32_t int8_formats;
     int64_t tokens, topk;
     const uint16_t *hidden;
     const int64_t *ids;

@@ -10,7 +10,7 @@ import inspect
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -42,14 +42,14 @@ from ktconvert.native_quant.runtime.arguments import (
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, Memory, open_converted
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
-from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
 TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
 BF16_BITS = "the bits of BF16 numbers"
-Activations = Literal["bf16", "int8"]
+Activations = Literal["auto", "bf16", "int8"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-BF16, INT8 = ACTIVATIONS
+AUTO, BF16, INT8 = ACTIVATIONS
 CREATE = "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)"
 READ_ONLY = {"method", "layer", "num_experts", "hidden", "intermediate", "parts"}  # attributes of KTExperts
 _warned: set[tuple[str, int, int]] = set()
@@ -87,7 +87,7 @@ class KTExperts:
         *,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: Activations = BF16,
+        activations: Activations = AUTO,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> None:
@@ -107,7 +107,7 @@ class KTExperts:
         self._function = function
         self._pool = pool or get_shared_pool()
         self._exact = exact
-        self._activations = activations
+        self._int8_formats = _choose_int8_formats(activations, packed.methods.values())
         self.source: Path | None = None  # directory or file of the weights
         self._order = resolve_order(order, packed.experts)  # expert -> expert in the file
         missing = MissingExperts(packed, self._order)
@@ -148,7 +148,7 @@ class KTExperts:
         threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: Activations = BF16,
+        activations: Activations = AUTO,
         order: NDArray[np.int64] | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
@@ -175,7 +175,8 @@ class KTExperts:
         exact       whether to round as kt-kernel, bit for bit
         activations
                     "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
-                    rounded to 8 bits in blocks of 32, which is faster; "bf16": they are not
+                    rounded to 8 bits in blocks of 32, which is faster; "bf16": they are not; "auto": only those that
+                    multiply Q4_0 and Q4_K of GGUF, whose own rounding errors are at least six times as large
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
                     constants of kt-kernel for files that do not record what the experts compute; if they
@@ -238,7 +239,7 @@ class KTExperts:
         threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
-        activations: Activations = BF16,
+        activations: Activations = AUTO,
         order: NDArray[np.int64] | None = None,
         function: ExpertFunction = PLAIN,
     ) -> KTExperts:
@@ -266,6 +267,15 @@ class KTExperts:
     def nbytes(self) -> int:
         """Bytes of the loaded experts. Raises ValueError after close()."""
         return self._packed.nbytes
+
+    def _list_activations(self) -> list[str]:
+        """Return how activations are rounded: "BF16", "int8" or both. Gate and up share them (ktq_call)."""
+        inputs = dict(self._packed.methods)
+        names = set()
+        for rows in ([inputs.pop("down")], inputs.values()):
+            rounds = all(self._int8_formats >> row.number & 1 for row in rows)
+            names |= {INT8 if rounds else row.activations for row in rows}
+        return sorted(names)
 
     def _load_missing(self, skip: Skip = None) -> None:
         """Load the experts that are not loaded yet, except those that are marked in skip [E].
@@ -348,7 +358,7 @@ class KTExperts:
         """Return a call as _make_call does, for pointers of C to hidden, ids, weights, skip and out."""
         if not 1 <= topk <= lib.KTQ_MAX_TOPK:  # each forward compares it: all checks of a number would take longer
             require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
-        return ffi.new("ktq_call *", (self._exact, self._activations == INT8, tokens, topk, *pointers))
+        return ffi.new("ktq_call *", (self._exact, self._int8_formats, tokens, topk, *pointers))
 
     def _forward_call(self, call: Any) -> None:
         """Run a forward for a call of _make_call(). Raises ArgumentError for a missing norm."""
@@ -519,6 +529,12 @@ class MissingExperts:
 def ktq_load_experts(context: Any, count: int, experts: Any) -> None:
     """Load experts for C (ktq_moe)."""
     ffi.from_handle(context).load_for_c(ffi.unpack(experts, count))
+
+
+def _choose_int8_formats(activations: Activations, methods: Iterable[Method]) -> int:
+    """Return int8_formats of ktq_call: bit f is set if activations are rounded to 8 bits for weights in format f."""
+    chosen = [method for method in methods if activations == INT8 or (activations == AUTO and method.rounds_to_int8)]
+    return sum({1 << method.number for method in chosen})
 
 
 def _address_table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:

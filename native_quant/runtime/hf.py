@@ -32,7 +32,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.arguments import check_calls, require_integer, require_one_of, require_path
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, Memory
-from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, Activations, KTExperts, open_experts
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS, AUTO, Activations, KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
@@ -68,7 +68,7 @@ class KTConvertConfig(QuantizationConfigMixin):
         self,
         cpu_weights: str | os.PathLike[str] | None = None,
         exact: bool = False,
-        activations: Activations = BF16,
+        activations: Activations = AUTO,
         threads: int | None = None,
         memory: Memory = "auto",
         gpu_experts: str | os.PathLike[str] | None = None,

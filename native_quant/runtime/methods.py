@@ -87,6 +87,8 @@ class Method:
                         in place, and raises ValueError for an invalid code; None: they are stored in this order
     row_layouts         how tensors are copied to rows for the prefill buffers of a GPU; (): not supported
     activations         "int8" (numerics.md, section 5) or "BF16" (section 5b)
+    rounds_to_int8      whether BF16 activations are rounded to 8 bits unless the caller objects (KTExperts.load): the
+                        codes' own rounding errors are at least six times as large
     """
 
     name: str
@@ -100,6 +102,7 @@ class Method:
     rearrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     row_layouts: tuple[RowLayout, ...] = ()
     activations: str = "BF16"
+    rounds_to_int8: bool = False
     preferred_multiple: int = 0
     weight_type: str = ""
     variants: tuple[Method, ...] = ()
@@ -202,6 +205,7 @@ def _make_llamafile_row(
     description: str,
     write: Callable[[StoredSlice, Sequence[Bytes]], None] = stored_slices.write_blocks,
     multiple: int = GGML_MULTIPLE,
+    rounds_to_int8: bool = False,
 ) -> Method:
     """Return the row of LLAMAFILE for a ggml type."""
 
@@ -217,6 +221,7 @@ def _make_llamafile_row(
         "write_stored": write,
         "weight_type": name,
         "preferred_multiple": GGML_UNIT,
+        "rounds_to_int8": rounds_to_int8,
     }
     return Method("LLAMAFILE", number, description, multiple, tensors, **fields)
 
@@ -304,9 +309,11 @@ METHODS: dict[str, Method] = _index_by_name(
         _make_gptq_row(128, lib.KTQ_FORMAT_GPTQ_INT4),
         _make_gptq_row(64, lib.KTQ_FORMAT_GPTQ_INT4_64),
         _make_gptq_row(32, lib.KTQ_FORMAT_GPTQ_INT4_32),
-        _make_llamafile_row("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"),
+        _make_llamafile_row(
+            *("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"), rounds_to_int8=True
+        ),
         _make_llamafile_row("Q8_0", lib.KTQ_FORMAT_Q8_0, "8-bit integers, FP16 for each 32 columns of a row"),
-        _make_llamafile_row("Q4_K", lib.KTQ_FORMAT_Q4_K, f"4-bit integers, {K_SCALES}"),
+        _make_llamafile_row("Q4_K", lib.KTQ_FORMAT_Q4_K, f"4-bit integers, {K_SCALES}", rounds_to_int8=True),
         _make_llamafile_row("Q5_K", lib.KTQ_FORMAT_Q5_K, f"5-bit integers, {K_SCALES}"),
         _make_llamafile_row(
             "Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"

@@ -31,7 +31,7 @@ from ktconvert.native_quant.runtime.arguments import (
 )
 from ktconvert.native_quant.runtime.converted_experts import Memory
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import BF16, Activations, KTExperts, make_function, open_experts
+from ktconvert.native_quant.runtime.experts import AUTO, Activations, KTExperts, make_function, open_experts
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -109,7 +109,7 @@ class KTMoEWrapper:
     """
 
     exact: ClassVar[bool] = False
-    activations: ClassVar[Activations] = BF16
+    activations: ClassVar[Activations] = AUTO
     strict: ClassVar[bool] = False
     memory: ClassVar[Memory] = "auto"
 

@@ -13,7 +13,7 @@ from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.option_groups import BF16, INT8
+from ktconvert.pipeline.options.option_groups import AUTO
 from ktconvert.pipeline.options.queries import BenchOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import format_table, plural, size
@@ -49,13 +49,12 @@ def bench(options: BenchOptions) -> None:
 
 
 def measure_layer(
-    path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, activations: Any = BF16
+    path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, activations: Any = AUTO
 ) -> dict[str, Any]:
     """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
-    from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import get_shared_pool
     from ktconvert.pipeline.verify.inputs import require_finished
 
@@ -88,7 +87,7 @@ def measure_layer(
             "layer": experts.layer,
             "layers": layers,
             "method": experts.method,
-            "activations": INT8 if activations == INT8 else METHODS[experts.method].activations,
+            "activations": " and ".join(experts._list_activations()),
             "weights": experts._packed.description,
             "numa": experts.parts,
             "experts": experts.num_experts,

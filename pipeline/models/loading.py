@@ -26,7 +26,7 @@ from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.checkpoint_experts import open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import Memory
-from ktconvert.native_quant.runtime.experts import BF16, INT8, Activations, open_experts
+from ktconvert.native_quant.runtime.experts import AUTO, INT8, Activations, open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.required_packages import RUN_PACKAGES
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
@@ -95,7 +95,7 @@ class ModelChoice:
     threads: int | None = None
     memory: Memory = "auto"
     non_experts: str = STORED
-    activations: Activations = BF16
+    activations: Activations = AUTO
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None

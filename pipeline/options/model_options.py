@@ -19,7 +19,7 @@ from ktconvert.pipeline.options.declare import (
 from ktconvert.pipeline.options.option_groups import (
     ACTIVATIONS,
     AS_JSON,
-    BF16,
+    AUTO,
     DATASET,
     INT8,
     MODEL,
@@ -64,7 +64,7 @@ class ModelOptions(Options):
         default=STORED,
         group=Group.EXPERTS,
     )
-    activations: str = declare(ACTIVATIONS, default=BF16)
+    activations: str = declare(ACTIVATIONS, default=AUTO)
     exact: bool = option("Round as kt-kernel does, bit for bit.", default=False, group=Group.ADVANCED)
     trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
 

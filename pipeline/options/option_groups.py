@@ -43,10 +43,11 @@ MODEL = "Directory or hub id (org/name)."
 PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath(), group=Group.REPORTING)
 PORT = Option("Port to listen on.", Integer(1, 65535))
 THREADS = "Number of threads."
-BF16, INT8 = "bf16", "int8"
+AUTO, BF16, INT8 = "auto", "bf16", "int8"
 ACTIVATIONS = Option(
-    "Activations of experts in GGUF, MXFP4 or INT4 with groups: bf16, or int8 (faster, error of 1 %).",
-    click.Choice([BF16, INT8]),
+    "Activations of experts in GGUF, MXFP4 or INT4 with groups: bf16, or int8 (faster, error of 1 %); "
+    "auto: int8 for Q4_0 and Q4_K.",
+    click.Choice([AUTO, BF16, INT8]),
     group=Group.EXPERTS,
 )
 THREADS_ALIASES = ("--cpuinfer-threads",)

@@ -13,7 +13,7 @@ from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Option, 
 from ktconvert.pipeline.options.option_groups import (
     ACTIVATIONS,
     AS_JSON,
-    BF16,
+    AUTO,
     CHECKPOINT,
     PLOT,
     PORT,
@@ -53,7 +53,7 @@ class BenchOptions(Options):
     threads: int | None = option(
         THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES, aliases=THREADS_ALIASES
     )
-    activations: str = declare(ACTIVATIONS, default=BF16)
+    activations: str = declare(ACTIVATIONS, default=AUTO)
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
 

@@ -12,16 +12,26 @@ static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     if (pass->down->least) KT_ALLOCATE(group->bf16.h_sums, group->slices * pass->rows * pass->width / KT_SUM_COLUMNS);
 }
 
-/* Whether the activations of two weights are rounded once for all panels. */
-static int is_rounded(const kt_pass *pass, const kt_format *first, const kt_format *second) {
-    return !pass->call->int8 && kt_rounds_activations(first) && kt_rounds_activations(second);
+/* How products of gate and up, or of down, round activations. */
+typedef struct {
+    int to_int8; /* 1: to 8 bits, if the weights are integers */
+    int once;    /* 1: once for all panels, to 14 bits */
+} rounding;
+
+static rounding choose_rounding(const kt_pass *pass, int is_down) {
+    const ktq_moe *moe = pass->moe;
+    const kt_format *first = is_down ? pass->down : pass->gate, *second = is_down ? pass->down : pass->up;
+    const uint32_t formats = is_down ? 1u << moe->down_format : 1u << moe->gate_format | 1u << moe->up_format;
+    const int to_int8 = (pass->call->int8_formats & formats) == formats;
+    return (rounding){to_int8, !to_int8 && kt_rounds_activations(first) && kt_rounds_activations(second)};
 }
 
 /* Adds up KT_SUM_COLUMNS activations each, pairwise: 16 sums of two, then 8 of four, and so on. If products round
    activations to 8 bits, adds up what they multiply. */
-static void sum_activations(const kt_pass *pass, int64_t columns, const uint16_t *x, float *sums) {
-    if (pass->call->int8) {
-        pass->kernels->sum_units(columns, x, sums);
+static void sum_activations(const kt_kernels *kernels, rounding rounds, int64_t columns, const uint16_t *x,
+                            float *sums) {
+    if (rounds.to_int8) {
+        kernels->sum_units(columns, x, sums);
         return;
     }
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, x += KT_SUM_COLUMNS) {
@@ -38,6 +48,7 @@ static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, cons
     const int64_t k = pass->moe->hidden, topk = pass->call->topk, groups = k / KT_SUM_COLUMNS;
     const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k, *before = NULL;
     const float *sums_before = NULL;
+    const rounding rounds = choose_rounding(pass, 0);
     for (int64_t j = 0; j < topk; j++) {
         const int64_t row = pass->pair[token * topk + j].row;
         if (row < 0) continue;
@@ -56,21 +67,21 @@ static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, cons
             before = a;
             sums_before = sums;
         }
-        if (sums) sum_activations(pass, k, a, sums);
-        if (is_rounded(pass, pass->gate, pass->up)) pass->kernels->round_units(k, a);
+        if (sums) sum_activations(pass->kernels, rounds, k, a, sums);
+        if (rounds.once) pass->kernels->round_units(k, a);
     }
 }
 
 /* Multiplies rows a[m][k] with panels, to scratch->c [panel][m][32]. sums: sums of the rows' activations. If some
    panels are multiplied as int16 and others as BF16, each panel gets its own call. */
-static void multiply(const kt_pass *pass, int is_rounded, int64_t m, int64_t k, const uint16_t *a, const float *sums,
+static void multiply(const kt_pass *pass, rounding rounds, int64_t m, int64_t k, const uint16_t *a, const float *sums,
                      int64_t panels, const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
     const int differ = panels > 1 && (panel[0].bits != panel[1].bits || panel[0].integers != panel[1].integers);
     const int64_t step = differ ? 1 : panels;
     for (int64_t s = 0; s < panels; s += step) {
         kt_bf16_gemm_fn *gemm = panel[s].integers ? pass->kernels->gemm_int16 : pass->kernels->gemm_bf16;
-        gemm(&(kt_bf16_gemm){.int8 = pass->call->int8,
-                             .is_rounded = is_rounded,
+        gemm(&(kt_bf16_gemm){.int8 = rounds.to_int8,
+                             .is_rounded = rounds.once,
                              .m = m,
                              .k = k,
                              .a = a,
@@ -98,7 +109,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const ktq_function *function = &pass->moe->function;
     kt_activation_fn *activation = kt_activation_of(pass->kernels, function->activation);
     int64_t sides = kt_sides(pass->moe);
-    const int rounds_h = is_rounded(pass, pass->down, pass->down);
+    const rounding rounds_h = choose_rounding(pass, 1);
     float *c = scratch->c;
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
@@ -109,7 +120,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         const float *sums = group->bf16.a_sums ? group->bf16.a_sums + row * k / KT_SUM_COLUMNS : NULL;
-        multiply(pass, is_rounded(pass, pass->gate, pass->up), m, k, group->bf16.a + row * k, sums,
+        multiply(pass, choose_rounding(pass, 0), m, k, group->bf16.a + row * k, sums,
                  sides * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
             float *value = c + sides * i * m * KT_PANEL_ROWS, *up = sides > 1 ? value + m * KT_PANEL_ROWS : NULL;
@@ -121,8 +132,9 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
                 .function = function, .m = m, .gate = value, .up = up, .out = value, .out_pitch = KT_PANEL_ROWS});
             pass->kernels->split_bf16(m, value, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
-                sum_activations(pass, KT_PANEL_ROWS, h + j, &group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS]);
-            for (int64_t j = 0; rounds_h && j < m * width; j += width) pass->kernels->round_units(KT_PANEL_ROWS, h + j);
+                sum_activations(pass->kernels, rounds_h, KT_PANEL_ROWS, h + j,
+                                &group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS]);
+            for (int64_t j = 0; rounds_h.once && j < m * width; j += width) pass->kernels->round_units(KT_PANEL_ROWS, h + j);
         }
     }
 }
@@ -141,7 +153,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         int64_t first = h_row(pass, task, bucket->first + t, k);
         const float *sums = group->bf16.h_sums ? group->bf16.h_sums + first / KT_SUM_COLUMNS : NULL;
-        multiply(pass, is_rounded(pass, pass->down, pass->down), terms * m, k, group->bf16.h + first, sums, task->count,
+        multiply(pass, choose_rounding(pass, 1), terms * m, k, group->bf16.h + first, sums, task->count,
                  panel, scratch);
         float *c = scratch->c;
         for (int64_t i = 0; i < task->count; i++, c += (terms - 1) * m * KT_PANEL_ROWS) {
