@@ -67,7 +67,7 @@ typedef void kernel_fn(const stream *streams, int64_t count, const int8_t *a);
 
 /* Keeps the compiler from adding the products of several quads in a tree, for which there are too few registers. */
 KT_INLINE TARGET __m512i keep_order(__m512i sum) {
-    __asm__("" : "+v"(sum));
+    __asm__("" : KT_IN_REGISTER(sum));
     return sum;
 }
 

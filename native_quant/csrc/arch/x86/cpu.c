@@ -46,6 +46,9 @@ unsigned kt_cpu_isas(void) {
 
     if (!has(saved, XCR0_AVX) || !has(b, LEAF7_EBX_AVX2)) return isas;
     isas |= 1u << KT_ISA_avx2;
+#ifdef KT_EMULATED_AVX512 /* isa.h */
+    return (1u << KT_ISA_COUNT) - 1;
+#endif
     unsigned more = 0, b1, c1, d1;
     if (a >= 1 && !__get_cpuid_count(7, 1, &more, &b1, &c1, &d1)) more = 0;
     if (has(more, LEAF7_1_EAX_AVXVNNI)) isas |= 1u << KT_ISA_avxvnni;

@@ -12,6 +12,7 @@
 
 /* cpu.c: AVX2, FMA and F16C. */
 #define KT_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#ifndef KT_EMULATED_AVX512
 /* cpu.c: AVX-512 F, BW, VL, DQ on top of AVX2. */
 #define KT_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
 /* cpu.c: AVX-512 VNNI on top of AVX-512. */
@@ -29,5 +30,15 @@
 #define KT_TARGET_AMX \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
                           "amx-tile,amx-int8,amx-bf16")))
+/* A vector register that inline assembly reads and writes. */
+#define KT_IN_REGISTER "+v"
+#else /* for tests on any CPU with AVX2 (tests/emulated.sh): intrinsics of AVX-512 are made of those of AVX2 */
+#define KT_TARGET_AVX512 KT_TARGET_AVX2
+#define KT_TARGET_AVX512VNNI KT_TARGET_AVX2
+#define KT_TARGET_AVX512BF16 KT_TARGET_AVX2
+#define KT_TARGET_AVXVNNI KT_TARGET_AVX2
+#define KT_TARGET_AMX KT_TARGET_AVX2
+#define KT_IN_REGISTER "+m" /* no register holds 64 bytes */
+#endif
 
 #endif

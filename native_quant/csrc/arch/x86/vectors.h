@@ -6,7 +6,7 @@
 #define KT_VECTORS_H
 
 /* Computes a vector here, so that it stays in its register: GCC would put off all products of a loop. */
-#define KEEP_IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#define KEEP_IN_REGISTER(vector) __asm__("" : KT_IN_REGISTER(vector))
 
 #define add_ps OF_WIDTH(add_ps)
 #define sub_ps OF_WIDTH(sub_ps)
