@@ -170,9 +170,9 @@ def _make_weights(
     kinds: dict[tuple[str, object], Weight] = {}
     for (matrix, expert), tensors in stored.tensors.items():
         quantization = encodings.narrow_to_weight(source, tensors, source.quantization)
-        # A scale with the suffix _inv has other rules.
-        forms = [(role, info.dtype, info.shape, info.name.endswith("_inv")) for role, info in tensors.items()]
-        kind = matrix, (quantization.bits, *forms)
+        # A scale with the suffix _inv has other rules. The order of the tensors is that of their files.
+        forms = {(role, info.dtype, info.shape, info.name.endswith("_inv")) for role, info in tensors.items()}
+        kind = matrix, (quantization.bits, frozenset(forms))
         if kind not in kinds:
             name = expand_template(stored.style, prefix, matrix, n, stored.first_expert + expert)
             row = encodings.find_encoding(tensors, quantization)
