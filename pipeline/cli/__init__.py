@@ -257,6 +257,12 @@ def main() -> None:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # such as one during an import
             _fail("interrupted.", 130)
         code = getattr(error, "exit_code", None)
+        is_limit = isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES)
+        if code is None and not is_limit:
+            from ktconvert.layouts.extras import explain_broken_package
+
+            if (broken := explain_broken_package(error)) is not None:
+                _fail(str(broken), broken.exit_code)
         if isinstance(error, OSError) and code is None:
             from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
 
@@ -270,7 +276,7 @@ def main() -> None:
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
-        if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
+        if is_limit:
             _fail(
                 "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
                 "or lower --threads, then resume.",
