@@ -151,6 +151,14 @@ def test_mistyped_variables_get_a_warning(write_config: Write, cli: Any) -> None
     )
 
 
+def test_a_variable_of_an_option_without_one_gets_a_warning(cli: Any) -> None:
+    result = cli("cpu", "model", "out", env={"KTCONVERT_CPU_INPUT": "other", "KTCONVERT_CPU_JSON": "1"}, code=5)
+    assert result.stderr.splitlines()[:2] == [
+        f"warning: KTCONVERT_CPU_{option.upper()}: no environment variable sets --{option}; give it on the command line."
+        for option in ("input", "json")
+    ]
+
+
 def test_options_are_completed_with_a_wrong_file(write_config: Write) -> None:
     write_config("[cpu")
     shell = ShellComplete(group, {}, "ktconvert", "_KTCONVERT_COMPLETE")

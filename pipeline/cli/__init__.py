@@ -87,8 +87,17 @@ OTHER_WORDS = {
     "download": "'fetch'",
 }
 
-# Options of other commands that people try -> what they mean
-OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"], ("cpu", "--quant-type"): ["--quant-method"]}
+# Options of other commands and programs that people try -> what they mean, if the command has that
+OTHER_OPTIONS = {
+    "--force": "--overwrite",
+    "--lr": "--learning-rate",
+    "--max-tokens": "--max-windows",
+    "--method": "--quant-method",
+    "--quant-type": "--quant-method",
+    "--random-seed": "--seed",
+    "--seed": "--random-seed",
+}
+MAX_OWNERS = 4  # commands to name for an option that another command lacks
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit
@@ -327,9 +336,9 @@ def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
     if isinstance(error, click.NoSuchOption):
-        command = "" if error.ctx is None else error.ctx.info_name or ""
-        near = OTHER_OPTIONS.get((command, error.option_name))
-        if near is None and (owners := _find_owners(error)):
+        own = [] if error.ctx is None else [name for param in error.ctx.command.params for name in param.opts]
+        near = [name for name in [OTHER_OPTIONS.get(error.option_name)] if name in own]
+        if not near and 0 < len(owners := _find_owners(error)) <= MAX_OWNERS:
             return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
         near = near or difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
         if not near and error.ctx is not None and error.ctx.parent is None:  # before a command
@@ -346,10 +355,10 @@ def _describe_usage(error: click.ClickException) -> str:
 
 
 def _find_owners(error: click.NoSuchOption) -> list[str]:
-    """Return the conversion commands, and `verify`, that have an option which the command of an error lacks."""
+    """Return the commands that have an option which the command of an error lacks."""
     if error.ctx is None or error.ctx.parent is None:  # no command
         return []
-    commands = {name: group.get_command(error.ctx, name) for name in (*CONVERSIONS, "verify")}
+    commands = {name: group.get_command(error.ctx, name) for name in COMMANDS}
     return [
         name for name, other in commands.items() if other and any(error.option_name in p.opts for p in other.params)
     ]
