@@ -41,8 +41,8 @@ def find_missing(packages: Sequence[str]) -> list[str]:
 def explain_broken_package(error: BaseException) -> MissingPackageError | None:
     """Return the error for an installed package that cannot be imported or lacks a name; None for a different error.
 
-    That package is the one that lacks a name, or the innermost one whose module was being imported. Errors of the system,
-    such as a lack of memory, do not count.
+    That package is the one that lacks a name, or the innermost one whose module was being imported. Errors of the
+    system, such as a lack of memory, do not count.
     """
     if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
         return None

@@ -151,6 +151,11 @@ def test_mistyped_variables_get_a_warning(write_config: Write, cli: Any) -> None
     )
 
 
+def test_a_wrong_flag_is_explained(cli: Any) -> None:
+    message = cli("cpu", "model", "out", env={"KTCONVERT_CPU_OVERWRITE": "maybe"}, code=2).stderr
+    assert "'KTCONVERT_CPU_OVERWRITE'): 'maybe' is not a flag; give 1 or 0; see `ktconvert cpu --help`." in message
+
+
 def test_a_variable_of_an_option_without_one_gets_a_warning(cli: Any) -> None:
     result = cli("cpu", "model", "out", env={"KTCONVERT_CPU_INPUT": "other", "KTCONVERT_CPU_JSON": "1"}, code=5)
     assert result.stderr.splitlines()[:2] == [

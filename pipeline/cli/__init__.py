@@ -242,7 +242,9 @@ def main() -> None:
             from click.shell_completion import shell_complete
 
             with terminal.name_in_errors(sys.stdout):  # click writes to its binary stream
-                sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
+                if code := shell_complete(group, {}, "ktconvert", COMPLETE, instruction):
+                    _fail(f"{COMPLETE}: {instruction!r} is unknown; run `ktconvert --install-completion`.", 2)
+                sys.exit(code)
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
@@ -338,13 +340,16 @@ def _describe_usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         own = [] if error.ctx is None else [name for param in error.ctx.command.params for name in param.opts]
         near = [name for name in [OTHER_OPTIONS.get(error.option_name)] if name in own]
-        if not near and 0 < len(owners := _find_owners(error)) <= MAX_OWNERS:
+        owners = [] if near else _find_owners(error)
+        if 0 < len(owners) <= MAX_OWNERS:
             return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
-        near = near or difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+        if not near and not owners:
+            near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
         if not near and error.ctx is not None and error.ctx.parent is None:  # before a command
             remedy = "give the options of a command after its name, and -V or --version for the version"
             return f"No such option '{error.option_name}'; {remedy}."
-        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+        if near:
+            return f"No such option '{error.option_name}'. Did you mean '{near[0]}'?"
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
