@@ -350,6 +350,7 @@ def _describe_usage(error: click.ClickException) -> str:
             return f"No such option '{error.option_name}'; {remedy}."
         if near:
             return f"No such option '{error.option_name}'. Did you mean '{near[0]}'?"
+        error = click.NoSuchOption(error.option_name, ctx=error.ctx)  # without click's own suggestions
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
