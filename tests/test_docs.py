@@ -412,7 +412,6 @@ RARE |= {f"making[].{name}" for name in ("unit", "host", "pid", "since", "alive"
 
 
 def test_json_documents_have_the_documented_fields_and_types(documents: dict[str, list[Any]]) -> None:
-    page = read_text(JSON_PAGE)
     for title, printed in documents.items():
         if title == "events":
             continue
