@@ -242,9 +242,10 @@ def main() -> None:
             from click.shell_completion import shell_complete
 
             with terminal.name_in_errors(sys.stdout):  # click writes to its binary stream
-                if code := shell_complete(group, {}, "ktconvert", COMPLETE, instruction):
+                is_unknown = shell_complete(group, {}, "ktconvert", COMPLETE, instruction) != 0
+                if is_unknown:
                     _fail(f"{COMPLETE}: {instruction!r} is unknown; run `ktconvert --install-completion`.", 2)
-                sys.exit(code)
+                sys.exit()
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
