@@ -60,7 +60,7 @@ class KTConvertError(Exception):
 
 
 class MissingPackageError(KTConvertError, ImportError):  # type: ignore[misc]  # both have a `path`
-    """An optional package that is not installed; the message has the command that installs it."""
+    """A package that is not installed, or cannot be imported; the message has the command that installs it."""
 
 
 class UsageError(KTConvertError, exit_code=2):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +22,7 @@ PACKAGE = "ktconvert"
 NEED_TORCH = frozenset({"torch", "run", "serve", "train", "gpu"})  # extras
 # pip's own index has torch with CUDA, several GB
 INSTALL_CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+OWN_PACKAGES = {PACKAGE, "__main__", "None", *sys.stdlib_module_names}  # never reported as broken
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -31,6 +36,50 @@ def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
 def find_missing(packages: Sequence[str]) -> list[str]:
     """Return the packages that are not installed."""
     return [name for name in packages if find_spec(name) is None]
+
+
+def explain_broken_package(error: BaseException) -> MissingPackageError | None:
+    """Return the error for an installed package that cannot be imported or lacks a name; None for a different error.
+
+    That package is the one that lacks a name, or the innermost one whose module was being imported. Errors of the
+    system, such as a lack of memory, do not count.
+    """
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if isinstance(error, ImportError):
+        modules.append(str(error.name))
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        modules.append(error.obj.__name__)
+    others = [package for name in modules if (package := name.partition(".")[0]) not in OWN_PACKAGES]
+    if not others:
+        return None
+    said = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
+    problem = f"{others[-1]} cannot be imported ({type(error).__name__}: {said})"
+    return MissingPackageError(f"{problem}; reinstall it: `{_reinstall_command(others[-1])}`")
+
+
+def _reinstall_command(package: str) -> str:
+    """Return the command that replaces an importable package by a version that ktconvert supports."""
+    from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+    name = packages_distributions().get(package, [package])[0]
+    try:
+        known = requires(PACKAGE) or []
+    except PackageNotFoundError:  # a source tree on PYTHONPATH
+        known = []
+    pattern = re.compile(rf"{re.sub('[-_.]', '[-_.]', name)}(?![\w.-])[^;\[]*(?=;|$)", re.IGNORECASE)
+    requirement = next((found[0].strip() for text in known if (found := pattern.match(text))), name)
+    install = f"pip install {shlex.quote(requirement)}"
+    if name == "torch" and not NVIDIA_DRIVER.exists():
+        install = INSTALL_CPU_TORCH
+    installer = _find_installer()
+    before, pip, after = installer.partition("pip install")
+    uninstaller = f"{before}{pip.replace('install', 'uninstall')}{after or ' -y'}"
+    return f"{uninstaller} {name} && {install.replace('pip install', installer, 1)}"
 
 
 def install_command(extra: str) -> str:

@@ -99,7 +99,7 @@ def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path:
         *(((output, "--tokens", wrong), 2, "list of numbers") for wrong in ("0", "1,x", "", "-4")),
         ((output, "--plot", tmp_path / "b.txt"), 2, "b.txt"),
         ((output, "--plot", tmp_path / "none" / "b.png"), 7, "does not exist; create it first"),
-        ((tmp_path / "damaged",), 6, shard.name),
+        ((tmp_path / "damaged",), 5, shard.name),
     ):
         result = run(*arguments)
         exit_code, text = (

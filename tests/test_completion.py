@@ -33,6 +33,12 @@ def test_commands_options_and_choices_are_completed() -> None:
     assert {"int8", "moe_int8"} <= {*methods} and "awq" not in methods
 
 
+def test_each_word_of_a_list_is_completed() -> None:
+    words = [value for _, value in complete("cpu", "-i", "x", "--quant-method", "int4,")]
+    assert {"int4,int8", "int4,mxfp4"} <= {*words} and "int4,int4" not in words
+    assert complete("cpu", "-i", "x", "--quant-method", "fp8,int4,int8") == [("plain", "fp8,int4,int8")]
+
+
 @pytest.mark.parametrize(("name", "parameter"), PATHS, ids=lambda each: getattr(each, "name", each))
 def test_every_path_is_completed(name: str, parameter: click.Parameter) -> None:
     before = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
@@ -45,7 +51,13 @@ def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
         assert shell.startup_file in cli("--install-completion", env=env).stdout
         assert "already" in cli("--install-completion", env=env).stdout
         assert (tmp_path / shell.startup_file).read_text().count(shell.line) == 1
-    assert "bash, zsh, fish" in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
+    assert "set SHELL to bash, zsh or fish." in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
+
+
+@pytest.mark.parametrize("instruction", ["foo_source", "bash_foo", "bash"])
+def test_an_unknown_instruction_is_named(instruction: str, cli: Any) -> None:
+    message = cli(env={COMPLETE: instruction}, code=2).stderr
+    assert message == f"ktconvert: {COMPLETE}: '{instruction}' is unknown; run `ktconvert --install-completion`.\n"
 
 
 def test_closed_standard_output_is_named() -> None:

@@ -151,6 +151,19 @@ def test_mistyped_variables_get_a_warning(write_config: Write, cli: Any) -> None
     )
 
 
+def test_a_wrong_flag_is_explained(cli: Any) -> None:
+    message = cli("cpu", "model", "out", env={"KTCONVERT_CPU_OVERWRITE": "maybe"}, code=2).stderr
+    assert "'KTCONVERT_CPU_OVERWRITE'): 'maybe' is not a flag; give 1 or 0; see `ktconvert cpu --help`." in message
+
+
+def test_a_variable_of_an_option_without_one_gets_a_warning(cli: Any) -> None:
+    result = cli("cpu", "model", "out", env={"KTCONVERT_CPU_INPUT": "other", "KTCONVERT_CPU_JSON": "1"}, code=5)
+    assert result.stderr.splitlines()[:2] == [
+        f"warning: KTCONVERT_CPU_{option.upper()}: no environment variable sets --{option}; give it on the command line."
+        for option in ("input", "json")
+    ]
+
+
 def test_options_are_completed_with_a_wrong_file(write_config: Write) -> None:
     write_config("[cpu")
     shell = ShellComplete(group, {}, "ktconvert", "_KTCONVERT_COMPLETE")

@@ -250,10 +250,45 @@ def test_every_exit_code_is_documented() -> None:
     assert "\n| 0 |" in page and len(rows) > 5
 
 
+PLANS = ("plan", "plans")  # lines of --dry-run, whose fields only the page lists
+
+
 def schema() -> str:
     """Return the text of docs/reference/events.schema.json."""
-    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "an event of ktconvert --json"}
-    return json.dumps(draft | msgspec.json.schema(report_events.Event), indent=2) + "\n"
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a line of ktconvert --json"}
+    events = msgspec.json.schema(report_events.Event)
+    for kind in PLANS:
+        name = f"{kind.capitalize()}Event"
+        events["anyOf"].append({"$ref": f"#/$defs/{name}"})
+        events["discriminator"]["mapping"][kind] = f"#/$defs/{name}"
+        definition = schema_of_rows(rows_of_page(kind))
+        definition["properties"]["event"] = {"enum": [kind]}
+        events["$defs"][name] = {"title": name, **definition, "required": ["event"]}
+    return json.dumps(draft | events, indent=2) + "\n"
+
+
+def rows_of_page(title: str) -> dict[str, str]:
+    """Return field -> type of a document, from the table of docs/reference/json.md."""
+    text = read_text(JSON_PAGE).partition(f"\n### `{title}`\n")[2].partition("\n#")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, re.M))
+
+
+def schema_of_rows(rows: dict[str, str], path: str = "") -> dict[str, Any]:
+    """Return the JSON schema of an object whose fields are the rows below a path."""
+    properties: dict[str, Any] = {}
+    for row, words in rows.items():
+        name = row.removeprefix(path)
+        if not row.startswith(path) or re.search(r"[.\[]", name):
+            continue
+        singular = words.removeprefix("list of ").removesuffix("s")
+        is_list = words.startswith("list of ")
+        types = singular.split(" or ")
+        inner: dict[str, Any] = {"type": types if len(types) > 1 else types[0]}
+        below = f"{row}{'[]' if is_list else ''}."
+        if any(other.startswith(below) for other in rows):
+            inner = schema_of_rows(rows, below)
+        properties[name] = {"type": "array", "items": inner} if is_list else inner
+    return {"type": "object", "properties": properties}
 
 
 def tables_of_events() -> str:
@@ -336,9 +371,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
     text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
     return {
-        "events": [line for line in lines if line["event"] not in ("plan", "plans")],
-        "plan": [plan for plan in plans if plan["event"] == "plan"],
-        "plans": [plan for plan in plans if plan["event"] == "plans"],
+        "events": [line for line in lines if line["event"] not in PLANS],
+        **{kind: [plan for plan in plans if plan["event"] == kind] for kind in PLANS},
         "ktconvert status": run_json("status", out) + run_json("status", folder / "begun"),
         "ktconvert verify": run_json("verify", out, "--against", example),
         "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
@@ -362,18 +396,26 @@ def test_printed_events_have_documented_types(documents: dict[str, list[Any]]) -
         assert {*line} - {"event"} <= {*event.__struct_fields__}, line
 
 
+def test_printed_lines_match_the_schema(documents: dict[str, list[Any]]) -> None:
+    """Also those of --dry-run; reports are no lines of events."""
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(json.loads(read_text(SCHEMA)))
+    for title in ("events", *PLANS):
+        for line in documents[title]:
+            assert [error.message for error in validator.iter_errors(line)] == [], line
+            assert not validator.is_valid({**line, "event": "unknown"})
+        assert not all(validator.is_valid({**line, "output": 1, "outputs": 1}) for line in documents[title])
+
+
 # Fields of checkpoints that cannot be converted, and of running conversions.
 RARE = {"dequantize", "dequantized_bytes", "refused", "source_problem"}
 RARE |= {f"making[].{name}" for name in ("unit", "host", "pid", "since", "alive")}
 
 
 def test_json_documents_have_the_documented_fields_and_types(documents: dict[str, list[Any]]) -> None:
-    page = read_text(JSON_PAGE)
     for title, printed in documents.items():
         if title == "events":
             continue
-        text = page.partition(f"\n### `{title}`\n")[2].partition("\n#")[0]
-        rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, re.M))
+        rows = rows_of_page(title)
         assert printed and rows, title
         fields_printed = [pair for document in printed for pair in leaves_of(document, rows)]
         assert {path for path, _ in fields_printed} - {*rows} == set(), title

@@ -56,6 +56,40 @@ def test_an_environment_without_pip_gets_the_command_of_uv(monkeypatch: pytest.M
     assert shlex.split(extras.install_command("run")) == command
 
 
+REINSTALLED = {
+    "transformers": "'transformers<5.25,>=5.17'",
+    "huggingface_hub": "'huggingface_hub>=0.34'",
+    "torch": "torch --index-url https://download.pytorch.org/whl/cpu",
+    "unknown": "unknown",
+}
+
+
+@pytest.mark.parametrize("package", REINSTALLED)
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_a_broken_package_is_replaced_in_this_environment(
+    has_pip: bool, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: has_pip or None)
+    monkeypatch.setattr(extras, "NVIDIA_DRIVER", tmp_path / "missing")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    error = extras.explain_broken_package(ImportError("why", name=f"{package}.part"))
+    uv = f"--python {shlex.quote(sys.executable)}"
+    before, after = (
+        (f"uv pip uninstall {uv}", f"uv pip install {uv}") if not has_pip else ("pip uninstall -y", "pip install")
+    )
+    assert str(error) == (
+        f"{package} cannot be imported (ImportError: why); reinstall it: "
+        f"`{before} {package} && {after} {REINSTALLED[package]}`."
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("x"), ImportError("x", name="ktconvert.x"), OSError(28, "full"), KeyError()]
+)
+def test_other_errors_are_no_broken_packages(error: Exception) -> None:
+    assert extras.explain_broken_package(error) is None
+
+
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"].keys() - {"dev"}))
 def test_torch_for_the_cpu_is_installed_first(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an extra needs torch, torch is missing, and the machine has no NVIDIA GPU."""

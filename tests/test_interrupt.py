@@ -16,6 +16,7 @@ import pytest
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.loop import StopFlag
 from rig import conversion, killpoint, shims
+from rig.absent import break_package
 
 
 @pytest.fixture(scope="module")
@@ -196,4 +197,11 @@ def test_an_interrupt_that_an_import_swallows_ends_the_process(swallow, tmp_path
         "cli.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")
+
+
+def test_an_interrupt_of_the_first_imports_is_one_line(tmp_path):
+    program = "from ktconvert.pipeline.program import main; main()"
+    env = {**os.environ, **break_package("click", tmp_path, "raise KeyboardInterrupt")}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")

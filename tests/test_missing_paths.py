@@ -1,5 +1,6 @@
 """Paths that commands read: if one does not exist, every command says so, with the exit code of InputError."""
 
+import shutil
 from collections.abc import Iterator
 
 import click
@@ -56,7 +57,7 @@ def list_paths() -> Iterator[tuple[str, str]]:
 def places(tmp_path_factory, example, packed_example):
     """Return the paths in ARGUMENTS by name."""
     root = tmp_path_factory.mktemp("places")
-    (root / "text.txt").write_text("A text. " * 100)
+    (root / "text.txt").write_text("A text. " * 200)
     (root / "adapter").mkdir()
     for file in ("adapter_config.json", "fused_expert_lora.safetensors"):
         (root / "adapter" / file).touch()
@@ -147,3 +148,25 @@ def test_a_file_of_a_model_leads_to_its_directory(words, places):
     error = run_in_process(*words.format(**places, file=file).split()).exception
     assert type(error) is InputError, error
     assert str(error).startswith(f"{file}: ") and str(error).endswith(f"; give the directory {places['model']}.")
+
+
+WITHOUT_SHARD = {  # command -> its arguments and exit code for converted experts without their second shard
+    "run": ("{model} --cpu-weights {broken} --prompt x", InputError.exit_code),
+    "eval": ("{model} --cpu-weights {broken} --text {text}", InputError.exit_code),
+    "bench": ("{broken}", InputError.exit_code),
+    "resplit": ("{broken} {out} --numa 2", InputError.exit_code),
+    **dict.fromkeys(("verify", "status", "resume"), ("{broken}", VerificationError.exit_code)),
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_SHARD)
+@pytest.mark.parametrize("options", [(), ("--max-shard-size", "1MiB")], ids=["layers", "halves of layers"])
+def test_a_missing_shard_has_one_exit_code_where_it_is_read(options, command, places, packed_example, tmp_path):
+    arguments, code = WITHOUT_SHARD[command]
+    broken = shutil.copytree(packed_example("int8", 1, *options), tmp_path / "broken")
+    shard = sorted(broken.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    words = arguments.format(**{**places, "broken": broken, "out": tmp_path / "out"}).split()
+    result = run_in_process(command, *words)
+    assert f"{shard.name} is missing" in f"{result.output} {result.exception}"
+    assert getattr(result.exception, "exit_code", result.exit_code) == code

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
@@ -148,6 +149,22 @@ def test_a_loose_file_hides_no_models(tmp_path: Path, models: Any, packed_exampl
     write_file(tmp_path / "mask.safetensors", {})
     states = list_states(models(tmp_path, "--json").stdout, tmp_path)
     assert states == {"int8": ("cpu", "AMXINT8", "complete", "")}
+
+
+@pytest.mark.parametrize("has_counts", [True, False])
+def test_statistics_are_named_as_such(has_counts: bool, tmp_path: Path, models: Any, cli: Any) -> None:
+    """--save-statistics writes a folder without a manifest, and without a config."""
+    folder = tmp_path / "statistics"
+    folder.mkdir()
+    (folder / "statistics.json").write_text("{}")
+    (folder / "imatrix.gguf").touch()
+    if has_counts:
+        write_file(folder / "counts.safetensors", {"counts": ("I64", np.ones((2, 8), np.int64))})
+    (listed,) = json.loads(models(folder, "--json").stdout)["models"]
+    assert (listed["kind"], listed["state"]) == ("statistics", "complete" if has_counts else "damaged")
+    for command in ("inspect", "verify"):
+        message = cli(command, folder, code=5).stderr
+        assert f"{folder}: contains statistics of a model's experts, but no weights; use it with" in message
 
 
 def test_empty_folders_have_no_models(tmp_path: Path, models: Any) -> None:

@@ -21,7 +21,7 @@ from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
 from ktconvert.pipeline.report.terminal import shorten_paths
 from rig import families, stored
-from rig.absent import hide_package
+from rig.absent import break_package, hide_package
 from rig.served import copy_with_template
 
 pytest.importorskip("transformers")
@@ -376,3 +376,28 @@ def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, 
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else True)
     message = f"ktconvert: {feature} needs {package}, not installed here: `{shorten_paths(install_command(extra))}`."
     assert result.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()
+
+
+LIBRARY = "libcudart.so.12: cannot open shared object file"
+BROKEN: list[tuple[tuple[str, ...], str, str, str]] = [
+    # arguments, the broken package, its code, what the message quotes
+    (("run", "{model}", "--prompt", "x"), "torch", f"raise ImportError('{LIBRARY}')", f"ImportError: {LIBRARY}"),
+    (("run", "{model}", "--prompt", "x"), "torch", "", "AttributeError: module 'torch' has no attribute "),
+    (("serve", "{model}"), "uvicorn", "raise RuntimeError('line\\nother')", "RuntimeError: line"),
+    (("serve", "{model}"), "transformers", f"raise OSError('{LIBRARY}')", f"OSError: {LIBRARY}"),
+    (("calibrate", "{model}", "{out}"), "torch", "import ctypes\nctypes.CDLL('absent.so')", "OSError: absent.so: "),
+    (("cpu", "org/none", "{out}"), "huggingface_hub", "import os\nos.none", "AttributeError: module 'os' has no"),
+    (("fit", "org/none"), "huggingface_hub", "", "ImportError: cannot import name 'HfApi'"),
+    (("fit", "org/none"), "huggingface_hub", "import absent_package", "ModuleNotFoundError: No module named 'absent_"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "package", "code", "quote"), BROKEN, ids=lambda value: str(value)[:20])
+def test_a_broken_package_is_reported(arguments, package, code, quote, cli, example, tmp_path):
+    words = [argument.format(model=example, out=tmp_path / "out") for argument in arguments]
+    result = cli(*words, code=1, env=break_package(package, tmp_path, code) | {"XDG_CACHE_HOME": str(tmp_path)})
+    name = "absent_package" if "absent_package" in code else package
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith(f"ktconvert: {name} cannot be imported ({quote}") and "Traceback" not in result.stderr
+    assert re.search(rf"; reinstall it: `.*pip uninstall -y {name} && .*pip install \S*{name}\b.*`\.$", message)
+    assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktconvert.layouts import extras
 from ktconvert.layouts.errors import InputError, MissingPackageError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources import hub
@@ -606,6 +607,6 @@ def test_only_needed_files_are_downloaded(cache, monkeypatch, companions_only, w
 
 
 def test_downloading_without_huggingface_hub(cache, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == hub.PACKAGE else True)
     with pytest.raises(MissingPackageError, match=re.escape(install_command("hub"))):
         open_checkpoint("org/other")

@@ -21,6 +21,7 @@ from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.sources.containers.safetensors import INDEX, read_header, read_index
 from ktconvert.layouts.sources.source import read_config, read_headers
+from ktconvert.layouts.statistics.folder import DOCUMENT
 from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
@@ -35,13 +36,13 @@ Item = TypeVar("Item")
 def is_output(path: Path) -> bool:
     """Return whether a directory contains experts in one of our formats, rather than a checkpoint.
 
-    Outputs that are whole models count, too.
+    Outputs that are whole models count, too, and statistics.
     """
     if not path.is_dir():
         return False
     if (record := _read_valid_manifest(path)) is not None:  # otherwise the weights decide
         return record.command not in (*dequantized.COMMANDS, TRAIN)
-    if loose.find_layers(path):
+    if is_statistics(path) or loose.find_layers(path):
         return True
     candidates = _formats_by_names({})
     with contextlib.suppress(InputError):
@@ -62,9 +63,10 @@ def is_dequantized(path: Path) -> bool:
 
 
 def is_statistics(path: Path) -> bool:
-    """Return whether a directory is an output of `calibrate`, by its manifest."""
-    record = _read_valid_manifest(path)
-    return record is not None and record.command == CALIBRATE
+    """Return whether `calibrate` or --save-statistics wrote a directory; only the former writes a manifest."""
+    if (record := _read_valid_manifest(path)) is not None:
+        return record.command == CALIBRATE
+    return (path / DOCUMENT).is_file() and not (path / "config.json").exists()
 
 
 def is_whole_model(path: Path) -> bool:
@@ -93,6 +95,9 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
 
     Raises InputError for a folder without experts in one of our formats, VerificationError for an unreadable manifest.
     """
+    if is_statistics(root):
+        readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
+        raise bad_file(root, "contains statistics of a model's experts, but no weights", f"use it with {readers}")
     if not is_output(root):
         quantized = None
         with contextlib.suppress(InputError):
@@ -206,10 +211,7 @@ def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> Te
 
 
 def _require_trusted(root: Path, record: Manifest) -> None:
-    """Raise VerificationError for a required fact of a wrong type, InputError for statistics."""
-    if record.command == CALIBRATE:
-        readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
-        raise bad_file(root, "contains statistics of a model's experts, but no weights", f"use it with {readers}")
+    """Raise VerificationError for a required fact of a wrong type."""
     facts = record.facts
     has_sizes = {"experts", "hidden", "intermediate"} <= facts.keys()
     if not has_sizes or not _manifest_format(record).arrangement.is_trusted(facts):

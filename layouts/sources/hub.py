@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KTConvertError, MissingPackageError, ResourceError, UsageError
-from ktconvert.layouts.extras import install_command
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UsageError
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
 from ktconvert.layouts.sources.retries import explain_certificate
 
+PACKAGE = "huggingface_hub"  # of the extra [hub]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -140,12 +141,11 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
 
     Raises InputError and ResourceError.
     """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        needs = f"downloading needs huggingface_hub: `{install_command('hub')}`"
-        problem = f"{name}: no such file or directory here, not in the local cache, and {needs}"
-        raise MissingPackageError(problem) from None
+    require_packages(
+        f"{name}: no such file or directory here, not in the local cache, and downloading", [PACKAGE], "hub"
+    )
+    from huggingface_hub import snapshot_download
+
     try:
         where = cache_root() if folder is None else None
         allowed = list(patterns)
@@ -163,10 +163,9 @@ def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
 
     Raises InputError if the hub cannot be read.
     """
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise MissingPackageError(f"{name}: {purpose} needs huggingface_hub: `{install_command('hub')}`") from None
+    require_packages(f"{name}: {purpose}", [PACKAGE], "hub")
+    from huggingface_hub import HfApi
+
     try:
         return HfApi().model_info(name, revision=revision, files_metadata=True)
     except Exception as e:  # every library underneath raises its own

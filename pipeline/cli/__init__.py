@@ -87,8 +87,17 @@ OTHER_WORDS = {
     "download": "'fetch'",
 }
 
-# Options of other commands that people try -> what they mean
-OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"], ("cpu", "--quant-type"): ["--quant-method"]}
+# Options of other commands and programs that people try -> what they mean, if the command has that
+OTHER_OPTIONS = {
+    "--force": "--overwrite",
+    "--lr": "--learning-rate",
+    "--max-tokens": "--max-windows",
+    "--method": "--quant-method",
+    "--quant-type": "--quant-method",
+    "--random-seed": "--seed",
+    "--seed": "--random-seed",
+}
+MAX_OWNERS = 4  # commands to name for an option that another command lacks
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit
@@ -233,7 +242,10 @@ def main() -> None:
             from click.shell_completion import shell_complete
 
             with terminal.name_in_errors(sys.stdout):  # click writes to its binary stream
-                sys.exit(shell_complete(group, {}, "ktconvert", COMPLETE, instruction))
+                is_unknown = shell_complete(group, {}, "ktconvert", COMPLETE, instruction) != 0
+                if is_unknown:
+                    _fail(f"{COMPLETE}: {instruction!r} is unknown; run `ktconvert --install-completion`.", 2)
+                sys.exit()
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
     except click.exceptions.Exit as error:
@@ -257,6 +269,12 @@ def main() -> None:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # such as one during an import
             _fail("interrupted.", 130)
         code = getattr(error, "exit_code", None)
+        is_limit = isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES)
+        if code is None and not is_limit:
+            from ktconvert.layouts.extras import explain_broken_package
+
+            if (broken := explain_broken_package(error)) is not None:
+                _fail(str(broken), broken.exit_code)
         if isinstance(error, OSError) and code is None:
             from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
 
@@ -270,7 +288,7 @@ def main() -> None:
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
-        if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
+        if is_limit:
             _fail(
                 "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
                 "or lower --threads, then resume.",
@@ -321,15 +339,19 @@ def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
     if isinstance(error, click.NoSuchOption):
-        command = "" if error.ctx is None else error.ctx.info_name or ""
-        near = OTHER_OPTIONS.get((command, error.option_name))
-        if near is None and (owners := _find_owners(error)):
+        own = [] if error.ctx is None else [name for param in error.ctx.command.params for name in param.opts]
+        near = [name for name in [OTHER_OPTIONS.get(error.option_name)] if name in own]
+        owners = [] if near else _find_owners(error)
+        if 0 < len(owners) <= MAX_OWNERS:
             return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
-        near = near or difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+        if not near and not owners:
+            near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
         if not near and error.ctx is not None and error.ctx.parent is None:  # before a command
             remedy = "give the options of a command after its name, and -V or --version for the version"
             return f"No such option '{error.option_name}'; {remedy}."
-        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+        if near:
+            return f"No such option '{error.option_name}'. Did you mean '{near[0]}'?"
+        error = click.NoSuchOption(error.option_name, ctx=error.ctx)  # without click's own suggestions
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
@@ -340,10 +362,10 @@ def _describe_usage(error: click.ClickException) -> str:
 
 
 def _find_owners(error: click.NoSuchOption) -> list[str]:
-    """Return the conversion commands, and `verify`, that have an option which the command of an error lacks."""
+    """Return the commands that have an option which the command of an error lacks."""
     if error.ctx is None or error.ctx.parent is None:  # no command
         return []
-    commands = {name: group.get_command(error.ctx, name) for name in (*CONVERSIONS, "verify")}
+    commands = {name: group.get_command(error.ctx, name) for name in COMMANDS}
     return [
         name for name, other in commands.items() if other and any(error.option_name in p.opts for p in other.params)
     ]

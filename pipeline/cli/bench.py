@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
@@ -61,7 +61,7 @@ def measure_layer(
     require_finished(path)
     source = open_experts(path)
     if source.damage:
-        raise VerificationError(f"{path}: {source.damage[0]}; see `ktconvert verify {path}`.")
+        raise InputError(f"{path}: {source.damage[0]}; see `ktconvert verify {path}`.")
     source.require_computable()
     config = source.config
     layers = source.layers

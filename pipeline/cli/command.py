@@ -212,7 +212,7 @@ def click_parameters(option_field: OptionField, command: str) -> Iterator[click.
         metavar = "WORD"
         text = f"{text} One of {', '.join(words)}."
     is_flag = option_field.value_type is bool
-    keywords: dict[str, Any] = {"is_flag": True} if is_flag else {"type": option_field.click_type}
+    keywords: dict[str, Any] = {"type": option_field.click_type, **({"is_flag": True} if is_flag else {})}
     if default is not REQUIRED:
         keywords["default"] = default
     yield HelpOption(

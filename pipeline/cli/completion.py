@@ -32,7 +32,8 @@ def install_completion() -> str:
     """
     name = Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
-        raise UsageError(f"SHELL: {name or 'unset'} has no completion; set SHELL to {', '.join(SHELLS)}.")
+        *others, last = SHELLS
+        raise UsageError(f"SHELL: {name or 'unset'} has no completion; set SHELL to {', '.join(others)} or {last}.")
     shell = SHELLS[name]
     file = Path.home() / shell.startup_file
     if file.exists() and shell.line in file.read_text(errors="surrogateescape").splitlines():

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.options.declare import OptionField, Options, option_fields
+from ktconvert.pipeline.options.declare import Option, OptionField, Options, option_fields
 
 ALL = "all"  # the table for all commands
 SHOWN_PATH = "~/.config/ktconvert/config.toml"
@@ -60,12 +60,16 @@ def name_variable(command: str, key: str) -> str:
 def find_wrong_variables(command: str, cls: type[Options], parent: click.Context) -> Iterator[str]:
     """Yield a sentence for each environment variable that looks like ours, or like one of this command, and is not."""
     own = [name_variable(command, key) for key in _options_by_key(cls)]
+    options = [option for option in option_fields(cls) if isinstance(option.declaration, Option)]
+    unread = {name_variable(command, option.flag.removeprefix("--")): option.flag for option in options}
     known = [*own, *OTHER_VARIABLES]
     names = _get_group(parent).list_commands(parent)
     for variable in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known):
         owners = [name for name in names if variable.startswith(name_variable(name, ""))]
         is_own = command == max(owners, key=len, default=None)
-        if is_own or (not owners and difflib.get_close_matches(variable, known, 1, SIMILAR)):
+        if is_own and variable in unread:
+            yield f"{variable}: no environment variable sets {unread[variable]}; give it on the command line."
+        elif is_own or (not owners and difflib.get_close_matches(variable, known, 1, SIMILAR)):
             yield str(_unknown_name(variable, "environment variable", variable, own if is_own else known))
 
 

@@ -12,13 +12,14 @@ from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.measuring import measure_output
-from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.opening import CALIBRATE, is_output, is_statistics, open_output
 from ktconvert.layouts.outputs.output import list_files
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.config import list_families
 from ktconvert.layouts.sources.containers.gguf import OTHER, split_names
 from ktconvert.layouts.sources.containers.safetensors import INDEX, PART, read_header, read_index
 from ktconvert.layouts.sources.source import PYTORCH, open_checkpoint, read_config
+from ktconvert.layouts.statistics.folder import COUNTS, read_counts
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.paths import find_output, locate
@@ -27,7 +28,7 @@ from ktconvert.pipeline.report.text import plural, summarize
 
 CHECKPOINT = "checkpoint"
 # Command that wrote an output -> its kind, unless that is the command's name
-KINDS = {"merge": "cpu", "resplit": "cpu", "calibrate": "statistics", "train": "adapter"}
+KINDS = {"merge": "cpu", "resplit": "cpu", CALIBRATE: "statistics", "train": "adapter"}
 COMPLETE, INCOMPLETE, UNFINISHED = "complete", "incomplete", "unfinished"
 DAMAGED, UNSUPPORTED = "damaged", "unsupported"
 
@@ -119,6 +120,8 @@ def _find_kind(path: Path) -> str | None:
     except KTConvertError:
         if has_weights:
             return "output"
+    if is_statistics(path):
+        return KINDS[CALIBRATE]
     if (path / adapter.CONFIG).exists():
         return "adapter"
     if has_weights:
@@ -202,6 +205,11 @@ def _read_adapter(model: LocalModel, path: Path) -> LocalModel:
     return replace(model, method=f"LoRA, rank {settings['r']}")
 
 
+def _read_statistics(model: LocalModel, path: Path) -> LocalModel:
+    read_counts(path / COUNTS)
+    return model
+
+
 def _read_checkpoint(model: LocalModel, path: Path) -> LocalModel:
     if missing := _count_missing(path):
         return replace(model, state=INCOMPLETE, detail=f"{plural(missing, 'file')} missing")
@@ -238,6 +246,7 @@ READERS: Mapping[str, Callable[[LocalModel, Path], LocalModel]] = {
     UNFINISHED: _read_conversion,
     "output": _read_output,
     "cpu": _read_foreign_output,
+    KINDS[CALIBRATE]: _read_statistics,
     "adapter": _read_adapter,
     CHECKPOINT: _read_checkpoint,
 }

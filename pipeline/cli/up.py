@@ -29,7 +29,6 @@ from ktconvert.pipeline.options.queries import UpOptions
 from ktconvert.pipeline.report.progress import Reporter
 
 SETUP = "up.json"
-HUB = "huggingface_hub"  # package of the extra [hub]
 CALL_OPTIONS = ("output", "yes", "dry_run", "port")  # which may differ in the next call
 
 
@@ -173,8 +172,8 @@ def _require_all_packages(options: UpOptions) -> None:
     from ktconvert.pipeline.fit.estimate import KTCONVERT
     from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
 
-    if find_missing([HUB]) and choose_runtime(options.target, describe_machine(options.target)) == KTCONVERT:
-        require_packages("`ktconvert up`", (HUB, *REQUIRED_PACKAGES["serve"]), "hub,serve")
+    if find_missing([hub.PACKAGE]) and choose_runtime(options.target, describe_machine(options.target)) == KTCONVERT:
+        require_packages("`ktconvert up`", (hub.PACKAGE, *REQUIRED_PACKAGES["serve"]), "hub,serve")
 
 
 def _ask(folder: Path) -> None:

@@ -29,6 +29,7 @@ from ktconvert.pipeline.options.types import (
     ChoiceList,
     FilePath,
     FiniteFloat,
+    Flag,
     Integer,
     OutputPath,
     PathOrHubId,
@@ -211,7 +212,7 @@ class OptionField:
         if isinstance(self.declaration, Option) and self.declaration.type is not None:
             return self.declaration.type
         by_type: Mapping[type, Callable[[], Any]]
-        by_type = {bool: lambda: click.BOOL, int: Integer, float: FiniteFloat, Path: FilePath}
+        by_type = {bool: Flag, int: Integer, float: FiniteFloat, Path: FilePath}
         read: click.ParamType = by_type.get(self.value_type, Text)()  # type: ignore[type-arg]
         return read
 

@@ -72,6 +72,16 @@ def _range_problem(number: float, low: float, high: float | None) -> str | None:
     return f"must be {limits}, not {number}"
 
 
+class Flag(click.types.BoolParamType):
+    """True or false, for which click's own message lists every spelling."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        flag = self.str_to_bool(value)
+        if flag is None:
+            self.fail(f"{value!r} is not a flag; give 1 or 0", param, ctx)
+        return flag
+
+
 class IntegerChoice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
     """One of some integers."""
 
@@ -220,6 +230,16 @@ class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since 
         super().__init__(tuple(words), case_sensitive=False)
         self._refused = frozenset(refused)
         self._synonyms = synonyms
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        """Complete the last word of a list; words before it are not offered again."""
+        from click.shell_completion import CompletionItem
+
+        before, comma, word = incomplete.rpartition(",")
+        items = [
+            item for item in super().shell_complete(ctx, param, word) if item.value not in before.lower().split(",")
+        ]
+        return [CompletionItem(f"{before}{comma}{item.value}") for item in items]
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
         return str(choice).casefold().replace("-", "_")

@@ -117,7 +117,10 @@ def encode_render_job(arguments: dict[str, Any]) -> bytes:
 
 def main() -> None:
     """Run jobs until the parent process ends."""
-    from transformers.utils import chat_template_utils
+    try:
+        from transformers.utils import chat_template_utils
+    except Exception:  # the server imports it, too, and reports the error
+        sys.exit(1)
 
     def find_variables(template: str) -> str:
         return " ".join(chat_template_utils._get_template_variables(template))
