@@ -103,7 +103,7 @@ golden: setup
 asan: setup
 	sh tests/asan.sh $(BIN)/python
 
-# The kernels for AMX and AVX-VNNI on a CPU without them.
+# The kernels for instruction sets that the CPU lacks: AMX and AVX-VNNI, and without AVX-512 those for AVX-512, too.
 emulated: setup
 	sh tests/emulated.sh $(BIN)/python
 

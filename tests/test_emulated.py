@@ -1,4 +1,4 @@
-"""Tests of emulated kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI)."""
+"""Tests of emulated kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI, AVX-512)."""
 
 import os
 import re
@@ -16,14 +16,17 @@ from ktconvert.native_quant import kernels
 ROOT = Path(__file__).resolve().parents[1]
 # The files whose tests must run, by instruction set. AVX-VNNI has kernels only for AMXINT4 and AMXINT8.
 INTEGERS = ("test_gemm", "test_runtime", "test_from_checkpoint", "test_training")
-EMULATED = {"amx": (*INTEGERS, "test_gemm_bf16", "test_forward_bf16"), "avxvnni": INTEGERS}
+PRODUCTS = (*INTEGERS, "test_gemm_bf16", "test_forward_bf16")
+EMULATED: dict[str, tuple[str, ...]] = {"amx": PRODUCTS, "avxvnni": INTEGERS}
+if "avx512vnni" not in kernels.available_isas():
+    EMULATED |= dict.fromkeys(("avx512", "avx512vnni", "avx512bf16"), (*PRODUCTS, "test_kernels"))
 
 
 # On CPUs that have these instruction sets, all tests use the real kernels.
 @pytest.mark.long if set(EMULATED) <= set(kernels.available_isas()) else pytest.mark.slow
-def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
-    if "avx512vnni" not in kernels.available_isas():
-        pytest.skip("this machine has no avx512vnni, with which the emulated build computes")
+def test_emulated_kernels_pass_their_tests(tmp_path: Path) -> None:
+    if "avx2" not in kernels.available_isas():
+        pytest.skip("this machine has no avx2, with which the emulated build computes")
     env = {**os.environ, "OUT": str(tmp_path / "build"), "PYTEST_ADDOPTS": "-v"}
     command = ["sh", "tests/emulated.sh", sys.executable]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
@@ -41,10 +44,12 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_amx_reads_each_cache_line_of_the_weights_once(tmp_path: Path, bits: int) -> None:
     """The call that reads a line fetches it, or the call before does so while it multiplies."""
-    if "avx512vnni" not in kernels.available_isas():
-        pytest.skip("this machine has no avx512vnni, with which codes are unpacked")
+    if "avx2" not in kernels.available_isas():
+        pytest.skip("this machine has no avx2, with which codes are unpacked")
     program, include = tmp_path / "fetches", ROOT / "native_quant" / "csrc"
     command = [os.environ.get("CC", "cc"), "-std=c11", "-O1", f"-I{include}", f"-I{include / 'arch' / 'x86'}"]
+    if "avx512vnni" not in kernels.available_isas():
+        command += ["-Wno-psabi", "-include", str(ROOT / "tests" / "rig" / "avx512_emulated.h")]
     subprocess.run([*command, "-o", program, ROOT / "tests" / "rig" / "fetches.c"], check=True)
     # k: within a column block of 3584, and beyond one. Tokens: at most two tiles (9, 32), and more (33).
     for k, panels, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):

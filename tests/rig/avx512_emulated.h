@@ -126,8 +126,7 @@ typedef union {
 #define _mm512_dpwssd_epi32(sum, a, b) _mm512_add_epi32(sum, _mm512_madd_epi16(a, b))
 #define _mm512_dpbf16_ps(sum, a, b) FLOATS_3(emulated_dpbf16, sum, (__m512i)(a), (__m512i)(b))
 
-/* Adds products of unsigned and signed bytes; products of two do not fit into 16 bits, so the even and the odd bytes are
-   multiplied as 16 bits. */
+/* Two products of unsigned and signed bytes do not fit into 16 bits: even and odd bytes are multiplied as words. */
 static inline __m256i emulated_dpbusd(__m256i sum, __m256i unsigned_bytes, __m256i bytes) {
     const __m256i low = _mm256_set1_epi16(0xff);
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
@@ -241,17 +240,22 @@ static inline __m512i emulated_shuffle_lanes(__m512i a, __m512i b, int order) {
 DEFINE_LOOP(cvtepi32_epi16, __m256i, y[0], 16, u16, (uint16_t)a.u32[i], emulated a)
 DEFINE_LOOP(cvtepi32_epi8, __m128i, x[0], 16, u8, (uint8_t)a.u32[i], emulated a)
 DEFINE_LOOP(cvtepi16_epi8, __m256i, y[0], 32, u8, (uint8_t)a.u16[i], emulated a)
-DEFINE_LOOP(srlv_epi16, __m512i, z, 32, u16, (uint16_t)(b.u16[i] > 15 ? 0 : a.u16[i] >> b.u16[i]), emulated a, emulated b)
+DEFINE_LOOP(srlv_epi16, __m512i, z, 32, u16, (uint16_t)(b.u16[i] > 15 ? 0 : a.u16[i] >> b.u16[i]), emulated a,
+            emulated b)
 DEFINE_LOOP(permutexvar_epi16, __m512i, z, 32, u16, a.u16[index.u16[i] & 31], emulated index, emulated a)
 DEFINE_LOOP(permutexvar_epi32, __m512i, z, 16, u32, a.u32[index.u32[i] & 15], emulated index, emulated a)
 DEFINE_LOOP(permutexvar_epi64, __m512i, z, 8, i64, a.i64[index.i64[i] & 7], emulated index, emulated a)
-DEFINE_LOOP(permutex2var_epi16, __m512i, z, 32, u16, index.u16[i] & 32 ? b.u16[index.u16[i] & 31] : a.u16[index.u16[i] & 31], emulated a,
-            emulated index, emulated b)
-DEFINE_LOOP(permutex2var_epi8, __m512i, z, 64, u8, index.u8[i] & 64 ? b.u8[index.u8[i] & 63] : a.u8[index.u8[i] & 63], emulated a,
-            emulated index, emulated b)
+DEFINE_LOOP(permutex2var_epi16, __m512i, z, 32, u16,
+            index.u16[i] & 32 ? b.u16[index.u16[i] & 31] : a.u16[index.u16[i] & 31], emulated a, emulated index,
+            emulated b)
+DEFINE_LOOP(permutex2var_epi8, __m512i, z, 64, u8,
+            index.u8[i] & 64 ? b.u8[index.u8[i] & 63] : a.u8[index.u8[i] & 63], emulated a, emulated index,
+            emulated b)
 DEFINE_LOOP(mask_mov_epi8, __m512i, z, 64, u8, m >> i & 1 ? a.u8[i] : old.u8[i], emulated old, __mmask64 m, emulated a)
-DEFINE_LOOP(mask_mov_epi16, __m512i, z, 32, u16, m >> i & 1 ? a.u16[i] : old.u16[i], emulated old, __mmask32 m, emulated a)
-DEFINE_LOOP(mask_mov_epi32, __m512i, z, 16, u32, m >> i & 1 ? a.u32[i] : old.u32[i], emulated old, __mmask16 m, emulated a)
+DEFINE_LOOP(mask_mov_epi16, __m512i, z, 32, u16, m >> i & 1 ? a.u16[i] : old.u16[i], emulated old, __mmask32 m,
+            emulated a)
+DEFINE_LOOP(mask_mov_epi32, __m512i, z, 16, u32, m >> i & 1 ? a.u32[i] : old.u32[i], emulated old, __mmask16 m,
+            emulated a)
 #define _mm512_cvtepi32_epi16(a) emulated_cvtepi32_epi16(AS_Z(a))
 #define _mm512_cvtepi32_epi8(a) emulated_cvtepi32_epi8(AS_Z(a))
 #define _mm512_cvtepi16_epi8(a) emulated_cvtepi16_epi8(AS_Z(a))

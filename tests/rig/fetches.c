@@ -1,5 +1,5 @@
 /* What the AMX kernel for int8 activations fetches: its own code (gemm_amx.h), but tile instructions do nothing here,
- * and prefetches are counted. Needs AVX-512, and no AMX.
+ * and prefetches are counted. Needs AVX-512, or avx512_emulated.h, and no AMX.
  * Usage: fetches BITS M TILE_ROWS K PANELS
  * Multiplies M tokens by the first panels of a weight; the next call is to multiply by a weight of the same size.
  * Prints a digit for each line of 64 bytes of these panels: how often it was fetched, as part of this weight or of the
