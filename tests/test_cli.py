@@ -338,7 +338,7 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
     ("line", "hint"),
     [
         ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
-        ("eval MODEL --max-tokens 5", "Did you mean '?--max-windows"),
+        ("eval MODEL --max-tokens 5", "Did you mean '?--max-sequences"),
         ("cpu MODEL OUT --quant-type W4A16", "Did you mean '?--quant-method"),
         ("cpu MODEL OUT --group-size 32", "No such option '--group-size': it is one of `ktconvert gpu`.$"),
     ],

@@ -122,7 +122,7 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
 
 
 def test_eval_gives_the_divergence_of_stored_experts(models, example):
-    text = ("--text", example.parent / "heldout.txt", "--window", 64, "--max-windows", 2, "--json")
+    text = ("--text", example.parent / "heldout.txt", "--sequence-length", 64, "--max-sequences", 2, "--json")
     means = {}
     for method in METHODS:
         done = call(evaluate, models["BF16"], "--cpu-weights", models[method], *text)

@@ -88,7 +88,7 @@ OTHER_WORDS = {
 }
 
 # Options of other commands that people try -> what they mean
-OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-windows"], ("cpu", "--quant-type"): ["--quant-method"]}
+OTHER_OPTIONS = {("eval", "--max-tokens"): ["--max-sequences"], ("cpu", "--quant-type"): ["--quant-method"]}
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit

@@ -49,8 +49,8 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
         dataset=dataset,
         dataset_split=options.dataset_split,
         num_calibration_samples=NO_LIMIT,
-        max_sequence_length=NO_LIMIT,
-        random_seed=seed,
+        sequence_length=NO_LIMIT,
+        seed=seed,
     )
     samples = read_samples(settings, tokenizer, note)
     separator = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]

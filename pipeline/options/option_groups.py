@@ -270,11 +270,19 @@ class Samples(Options):
     num_calibration_samples: int = weights_option(
         "Number of samples.", Integer(min=1), default=512, group=Group.CALIBRATION
     )
-    max_sequence_length: int = weights_option(
-        "Number of tokens at which a sample is cut.", Integer(min=2), default=2048, group=Group.CALIBRATION_DETAILS
+    sequence_length: int = weights_option(
+        "Number of tokens at which a sample is cut.",
+        Integer(min=2),
+        default=2048,
+        group=Group.CALIBRATION_DETAILS,
+        aliases=("--max-sequence-length",),
     )
-    random_seed: int = weights_option(
-        "Seed for the order of samples.", Integer(min=0), default=42, group=Group.CALIBRATION_DETAILS
+    seed: int = weights_option(
+        "Seed for the order of samples.",
+        Integer(min=0),
+        default=42,
+        group=Group.CALIBRATION_DETAILS,
+        aliases=("--random-seed",),
     )
 
 

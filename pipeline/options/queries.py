@@ -24,6 +24,7 @@ from ktconvert.pipeline.options.option_groups import (
     ImportanceFile,
     Reporting,
     Workers,
+    output_option,
 )
 from ktconvert.pipeline.options.types import (
     FilePath,
@@ -61,13 +62,7 @@ class BenchOptions(Options):
 class ConvertAdapterOptions(Options):
     adapter: Path = option("Adapter of kt-kernel.", FilePath(absolute=True), argument="adapter", default=REQUIRED)
     model: str = option(CHECKPOINT, PathOrHubId(absolute=True), default=REQUIRED)
-    output: Path = option(
-        "Output directory; it must not exist.",
-        OutputPath(absolute=True),
-        flags=("-o", "--output"),
-        default=REQUIRED,
-        group=Group.OUTPUT,
-    )
+    output: Path = output_option("out", help="Output directory; it must not exist.")
     hub: Hub = Hub()
     as_json: bool = declare(AS_JSON, default=False)
 
