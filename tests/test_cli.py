@@ -347,6 +347,20 @@ def test_arguments_of_other_commands_give_a_hint(line: str, hint: str, cli: Any)
     assert re.search(hint, cli(*line.split(), code=2).stderr)
 
 
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("train {example} OUT --dataset x --epochs 2 --max-steps 3", "--epochs and --max-steps"),
+        ("cpu {example} OUT -q -v", "--quiet and --verbose"),
+        ("verify {example} -v -q", "--quiet and --verbose"),
+        ("cpu {example} OUT --imatrix {example} --statistics {example}", "--imatrix and --statistics"),
+    ],
+)
+def test_contradicting_options_are_refused(line: str, options: str, example: Path, cli: Any) -> None:
+    expected = f"ktconvert: {options} exclude each other; give one of them.\n"
+    assert cli(*line.format(example=example).split(), code=2).stderr == expected
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_errors_name_a_full_standard_output(unbuffered: str, example: Path) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

@@ -118,7 +118,7 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     refused = call(run, model, *options, "--cpu-weights", model).exception
     assert isinstance(refused, UnsupportedError) and "layer 0 are F32" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception
-    assert isinstance(both, UsageError) and "exclude each other; leave out one" in str(both)
+    assert isinstance(both, UsageError) and "exclude each other; give one" in str(both)
 
 
 def test_eval_gives_the_divergence_of_stored_experts(models, example):

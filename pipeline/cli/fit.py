@@ -124,7 +124,7 @@ def _measure_bandwidth(threads: int) -> float:
 def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
     """Return the memory of each GPU, and what is known about their kind.
 
-    Raises UsageError for an unknown name, and for a name together with sizes.
+    Raises UsageError for an unknown name.
     """
     from ktconvert.pipeline.fit.machines import GPUS, find_gpu, list_gpus
 
@@ -133,8 +133,6 @@ def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
             return options.vram, None
         gpus = list_gpus()
         return tuple(memory for _, memory in gpus), find_gpu(gpus[0][0]) if gpus else None
-    if options.vram is not None:
-        raise UsageError("--gpu and --vram exclude each other; give one of them.")
     match = GPU_CHOICE.fullmatch(options.gpu.strip())
     known = find_gpu(match[2]) if match else None
     if match is None or known is None or match[1] == "0":

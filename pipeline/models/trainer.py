@@ -143,7 +143,7 @@ def make_trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool)
     with hide_renamings():
         return transformers.TrainingArguments(
             output_dir=str(folder),
-            num_train_epochs=schedule.epochs,
+            num_train_epochs=schedule.epochs or 1,
             max_steps=schedule.max_steps or -1,
             per_device_train_batch_size=schedule.batch_size,
             per_device_eval_batch_size=schedule.batch_size,

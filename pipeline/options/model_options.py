@@ -90,7 +90,10 @@ class EvalOptions(ModelOptions):
 
 class RunOptions(ModelOptions):
     torch_experts: bool = option(
-        "Let transformers compute the experts, for comparison.", default=False, group=Group.EXPERTS
+        "Let transformers compute the experts, for comparison.",
+        default=False,
+        excludes="cpu_weights",
+        group=Group.EXPERTS,
     )
     gpu_experts: GpuExperts = GpuExperts()
     adapter: Path | None = declare(ADAPTER)
@@ -143,8 +146,12 @@ class LoraOptions(Options):
 
 
 class Schedule(Options):
-    epochs: float = files_option("Number of epochs.", FiniteFloat(min=0.001), default=1.0, group=Group.TRAINING)
-    max_steps: int | None = files_option("Number of steps (instead of --epochs).", Integer(min=1), group=Group.TRAINING)
+    epochs: float | None = files_option(
+        "Number of epochs.", FiniteFloat(min=0.001), unset="1, without --max-steps", group=Group.TRAINING
+    )
+    max_steps: int | None = files_option(
+        "Number of steps (instead of --epochs).", Integer(min=1), excludes="epochs", group=Group.TRAINING
+    )
     sequence_length: int = files_option(
         "Number of tokens per sequence; texts are packed into sequences.",
         Integer(min=2),

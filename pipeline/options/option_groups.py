@@ -87,7 +87,11 @@ class Reporting(Options):
         "Print only warnings and errors.", flags=("-q", "--quiet"), default=False, group=Group.REPORTING
     )
     verbose: bool = option(
-        "Print all notes, and more details.", flags=("-v", "--verbose"), default=False, group=Group.REPORTING
+        "Print all notes, and more details.",
+        flags=("-v", "--verbose"),
+        default=False,
+        excludes="quiet",
+        group=Group.REPORTING,
     )
 
     @property
@@ -243,16 +247,15 @@ class ImportanceFile(Options):
     statistics: Path | None = tuning_option(
         "Folder of `calibrate`, for --scale imatrix or mse (not with --imatrix).",
         FilePath(absolute=True),
+        excludes="imatrix",
         group=Group.QUANTIZATION,
     )
 
     @property
     def file(self) -> Path | None:
-        """The file that one of the options names. Raises UsageError if both are given."""
+        """The file that one of the options names."""
         from ktconvert.layouts.statistics.folder import IMATRIX
 
-        if self.imatrix is not None and self.statistics is not None:
-            raise UsageError("--imatrix and --statistics exclude each other; give one of them.")
         return self.imatrix if self.statistics is None else self.statistics / IMATRIX
 
 
