@@ -137,7 +137,7 @@ def _explain_not_allowed(path: Path, number: int) -> OutputError:
 
 
 def require_creatable(path: Path) -> None:
-    """Raise the OutputError that making a folder and its missing parents would raise, as far as modes and file system tell."""
+    """Raise the OutputError that making a folder and its missing parents would raise, by modes and file system."""
     parent = path.parent
     if parent.is_dir():
         status = os.statvfs(parent)
