@@ -64,7 +64,10 @@ def test_the_command_line_precedes_the_environment_and_the_file(
     assert read_threads() == 2
 
 
-def test_the_command_line_replaces_defaults_that_it_excludes(write_config: Write) -> None:
+def test_the_command_line_replaces_defaults_that_it_excludes(
+    write_config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KTCONVERT_CPU_VERBOSE")
     write_config("[cpu]\nquiet = true")
     assert read_settings("cpu", "model", "out")["quiet"]
     settings = read_settings("cpu", "model", "out", "-v")
