@@ -92,7 +92,7 @@ demo: setup
 	$(BIN)/ktconvert cpu -i examples/qwen3-moe-small -o build/demo/qwen3-moe-small-int4 --quant-method int4 --numa 1
 	$(BIN)/ktconvert verify build/demo/qwen3-moe-small-int4 --against examples/qwen3-moe-small --full
 	@cd build/demo/qwen3-moe-small-int4 && du -h --apparent-size * | expand -t 8
-	$(BIN)/ktconvert eval examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --text examples/heldout.txt --max-windows 4
+	$(BIN)/ktconvert eval examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --text examples/heldout.txt --max-sequences 4
 	$(BIN)/ktconvert run examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --prompt "def " --max-new-tokens 48
 
 # Our own golden vectors, from the NumPy reference; kt-kernel's are never made again.

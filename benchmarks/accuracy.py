@@ -3,7 +3,7 @@
 Synthetic linears: error of weights, and of outputs on held-out inputs. The bundled model: error of each layer's experts
 and KL divergence from BF16, by `ktconvert cpu` and `ktconvert eval`. Calibration uses the first half of
 benchmarks/heldout.txt (or the calibration inputs), measurements use the second half (or the held-out inputs), in
-windows of 512 tokens.
+sequences of 512 tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL, TEXT, PAGE = (
     ROOT / "docs" / "explanation" / "accuracy.md",
 )
 KINDS = {"gauss": "Gaussian", "t5": "Student's t, 5 degrees of freedom"}
-WINDOW = 512
+LENGTH = 512
 DAMPENING = 0.1
 ROWS = 256  # rows of a synthetic linear
 
@@ -151,7 +151,7 @@ def measure_bundled_model(folder: Path) -> list[tuple[str, list[str]]]:
     halves = [folder / "calibration.txt", folder / "evaluation.txt"]
     for path, half in zip(halves, (text[: len(text) // 2], text[len(text) // 2 :]), strict=True):
         path.write_text(half)
-    calibration = ("--dataset", halves[0], "--num-calibration-samples", 128, "--max-sequence-length", WINDOW)
+    calibration = ("--dataset", halves[0], "--num-calibration-samples", 128, "--sequence-length", LENGTH)
     run_ktconvert("calibrate", MODEL, "--output", folder / "statistics", *calibration)
     options = {"imatrix": ("--statistics", folder / "statistics"), "gptq": (*calibration, "--force-cpu")}
     rows = []
@@ -163,7 +163,9 @@ def measure_bundled_model(folder: Path) -> list[tuple[str, list[str]]]:
         scale_options += ("--gptq-steps", steps) if steps else ()
         run_ktconvert("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *scale_options)
         report = json.loads(
-            run_ktconvert("eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--window", WINDOW, "--json")
+            run_ktconvert(
+                "eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--sequence-length", LENGTH, "--json"
+            )
         )
         before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
         layers = ", ".join(f"{100 * each['relative_error']:.1f}" for each in report["layers"])

@@ -70,7 +70,7 @@ class Bench:
         command += FOR_CPU.split() if side == FOR_CPU else ["gpu", "--quant-type", self.kind]
         command += ["--quant-method", f"int{self.kind[1]}" if side == FOR_CPU else method]
         command += ["-i", str(model), "-o", str(self.out), "-q", "--force-cpu"]
-        names = ("--dataset", "--num-calibration-samples", "--max-sequence-length", "--cpuinfer-threads")
+        names = ("--dataset", "--num-calibration-samples", "--sequence-length", "--cpuinfer-threads")
         data += [str(self.threads)] if data else []
         return command + [word for pair in zip(names, data, strict=False) for word in pair]
 

@@ -419,7 +419,7 @@ def write_kt_adapter(folder: Path, plain: Path) -> Path:
 
 def convert(kt: Path, model: Path, output: Path, message: str = "", code: int = 5) -> Path:
     """Run convert-adapter and return its output; with a message, require that it fails with it and this exit code."""
-    command = [*conversion.KTCONVERT, "convert-adapter", kt, "--model", model, "-o", output, "--json"]
+    command = [*conversion.KTCONVERT, "convert-adapter", kt, output, "--model", model, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     document = json.loads(done.stdout)
     if message:

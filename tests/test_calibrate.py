@@ -156,8 +156,8 @@ def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, 
     command = calibrated.calibrate_arguments(models["qwen3_moe"], output, dataset)
     again = servers.run(command, tmp_path / "again")
     assert again.returncode == 0 and "nothing to do" in again.stderr
-    other = servers.run([*command, "--random-seed", "1"], tmp_path / "other")
-    assert other.returncode == 7 and "--random-seed was 42, is 1" in other.stderr
+    other = servers.run([*command, "--seed", "1"], tmp_path / "other")
+    assert other.returncode == 7 and "--seed was 42, is 1" in other.stderr
 
 
 def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example:
     A few tokens near a tie therefore go to a different expert, and single tokens contribute a sixth of some columns
     of down's inputs. One in 25 of these columns differs by more than 2 %, the sums of each expert by less than 1 %.
     """
-    chunks = ("--max-sequence-length", "512", "--num-calibration-samples", "63")
+    chunks = ("--sequence-length", "512", "--num-calibration-samples", "63")
     ours = calibrate(servers, example, tmp_path / "out", FOLDER / "llama_cpp.imatrix.txt", *chunks)
     shapes = shapes_of(example)
     actual = ours.open_imatrix("small", shapes)

@@ -45,8 +45,8 @@ def samples_of(
         dataset=str(dataset),
         dataset_split=split,
         num_calibration_samples=count,
-        max_sequence_length=length,
-        random_seed=seed,
+        sequence_length=length,
+        seed=seed,
     )
 
 
@@ -269,7 +269,7 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []
 for dataset, split in json.loads(sys.argv[2]):
     try:
-        samples = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
+        samples = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, sequence_length=64)
         batches.append([ids.tolist() for ids in read_samples_by_length(samples, tokenizer)])
     except KTConvertError as error:
         batches.append(f"{type(error).__name__} {error}")

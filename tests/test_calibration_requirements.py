@@ -116,7 +116,7 @@ def test_advice_names_sizes_and_remedies_for_small_cards() -> None:
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
 def test_shape_is_read_from_a_checkpoint(quant_type: str, example: Path) -> None:
-    samples = Samples(num_calibration_samples=64, max_sequence_length=256)
+    samples = Samples(num_calibration_samples=64, sequence_length=256)
     bits = 4 if quant_type == "W4A16" else 8
     shape = replace(
         read_shape(recognize(open_checkpoint(str(example))), samples), bits=bits, experts_at_once=4, on_gpu=True

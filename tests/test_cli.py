@@ -72,7 +72,7 @@ def test_json_leaves_stderr_to_errors_warnings_and_progress(tmp_path: Path, cli:
         ("verify", tmp_path / "a", "--threads", 4096, "--report", tmp_path / "a.html"),
     ):
         result = cli(*command, "--json")
-        assert [line for line in result.stderr.splitlines() if "ETA" not in line] == []
+        assert [line for line in result.stderr.splitlines() if " %  " not in line] == []
     assert any("--threads 4096" in note for note in json.loads(result.stdout)["notes"])
 
 
@@ -338,7 +338,7 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
     ("line", "hint"),
     [
         ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
-        ("eval MODEL --max-tokens 5", "Did you mean '?--max-windows"),
+        ("eval MODEL --max-tokens 5", "Did you mean '?--max-sequences"),
         ("cpu MODEL OUT --quant-type W4A16", "Did you mean '?--quant-method"),
         ("cpu MODEL OUT --method int8", "Did you mean '?--quant-method"),
         ("gpu MODEL OUT --method RTN", "Did you mean '?--quant-method"),
@@ -353,6 +353,20 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
 )
 def test_arguments_of_other_commands_give_a_hint(line: str, hint: str, cli: Any) -> None:
     assert re.search(hint, cli(*line.split(), code=2).stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("train {example} OUT --dataset x --epochs 2 --max-steps 3", "--epochs and --max-steps"),
+        ("cpu {example} OUT -q -v", "--quiet and --verbose"),
+        ("verify {example} -v -q", "--quiet and --verbose"),
+        ("cpu {example} OUT --imatrix {example} --statistics {example}", "--imatrix and --statistics"),
+    ],
+)
+def test_contradicting_options_are_refused(line: str, options: str, example: Path, cli: Any) -> None:
+    expected = f"ktconvert: {options} exclude each other; give one of them.\n"
+    assert cli(*line.format(example=example).split(), code=2).stderr == expected
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -64,6 +64,16 @@ def test_the_command_line_precedes_the_environment_and_the_file(
     assert read_threads() == 2
 
 
+def test_the_command_line_replaces_defaults_that_it_excludes(
+    write_config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KTCONVERT_CPU_VERBOSE")
+    write_config("[cpu]\nquiet = true")
+    assert read_settings("cpu", "model", "out")["quiet"]
+    settings = read_settings("cpu", "model", "out", "-v")
+    assert settings["verbose"] and not settings["quiet"]
+
+
 def test_a_table_for_all_commands_reaches_those_that_have_the_option(write_config: Write) -> None:
     write_config("[all]\nthreads = 1\nport = 9000\nmax-memory = '4GiB'")
     assert read_settings("cpu", "model", "out")["max_memory"] == 4 << 30

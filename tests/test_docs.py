@@ -369,7 +369,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         streamed = ("cpu", "-i", "org/tiny", "-o", folder / "streamed", "--stream", "--dry-run", "--json")
         plans.append(json.loads(conversion.ktconvert(*streamed, env=env).stdout.splitlines()[-1]))
 
-    text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
+    text = ("--text", ROOT / "examples" / "heldout.txt", "--sequence-length", 64, "--max-sequences", 1)
     return {
         "events": [line for line in lines if line["event"] not in PLANS],
         **{kind: [plan for plan in plans if plan["event"] == kind] for kind in PLANS},

@@ -39,7 +39,7 @@ PROBLEMS = {
     "memory limit": ({"memory_limit": 64 * GIB}, ["64.0 GiB of the machine's 1.0 TiB"]),
     "mbind denied": ({"memory_policy": None, "memory_refusal": "It may not choose."}, ["It may not choose."]),
     "numactl --membind": ({"memory_policy": "bind"}, ["has a memory policy (bind; "]),
-    "small disk": ({"disk": replace(SERVER.disk, free=99 * 10**9)}, ["/data has 99 GB free"]),
+    "small disk": ({"disk": replace(SERVER.disk, free=99 * 10**9)}, ["/data has 92.2 GiB free"]),
     "ulimit -f": ({"disk": replace(SERVER.disk, file_size_limit=GIB)}, ["1.0 GiB (ulimit -f)"]),
     "read-only": ({"disk": replace(SERVER.disk, write_speed=None, problem="EROFS")}, ["/data is unknown: EROFS."]),
 }

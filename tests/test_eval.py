@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 
 from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 
-WINDOWS, WINDOW = 3, 128
+COUNT, LENGTH = 3, 128
 Reports = dict[str, dict[str, Any]]  # by method
 
 # Bounds for each method: mean divergence, top-1 agreement, relative error of each layer.
@@ -63,7 +63,18 @@ def option_of(method: str) -> str:
 
 
 def run(model: Path, weights: Path, text: Path, *options: object, option: str = "--cpu-weights") -> Result:
-    arguments = [model, option, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *options]
+    arguments = [
+        model,
+        option,
+        weights,
+        "--text",
+        text,
+        "--sequence-length",
+        LENGTH,
+        "--max-sequences",
+        COUNT,
+        *options,
+    ]
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
@@ -92,9 +103,13 @@ def test_report_has_the_counts_and_plausible_errors(
     from transformers import AutoTokenizer
 
     report, count = reports[method], len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
-    assert (report["windows"], report["window"], report["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
-    assert (report["tokens"], report["skip_windows"]) == (count, 0)
-    assert report["skipped_tokens"] == count - WINDOWS * WINDOW
+    assert (report["sequences"], report["sequence_length"], report["positions"]) == (
+        COUNT,
+        LENGTH,
+        COUNT * (LENGTH - 1),
+    )
+    assert (report["tokens"], report["skip_sequences"]) == (count, 0)
+    assert report["skipped_tokens"] == count - COUNT * LENGTH
     assert report["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
     weights = {"--cpu-weights": report["cpu_weights"], "--gpu-weights": report["gpu_weights"]}
     assert weights.pop(option_of(method)) == str(converted[method]) and [*weights.values()] == [None]
@@ -114,9 +129,9 @@ def test_original_perplexity_equals_that_of_transformers(reports: Reports, examp
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(example)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])[: WINDOWS * WINDOW]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])[: COUNT * LENGTH]
     with torch.inference_mode():
-        losses = [float(model(input_ids=one[None], labels=one[None]).loss) for one in ids.reshape(WINDOWS, WINDOW)]
+        losses = [float(model(input_ids=one[None], labels=one[None]).loss) for one in ids.reshape(COUNT, LENGTH)]
     assert reports["int8"]["perplexity"]["original"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
@@ -128,7 +143,7 @@ def test_eval_prints_a_table_and_draws_a_plot(
     picture = tmp_path / "eval.png"
     result = run(example, converted["int4"], text, "--plot", picture)
     assert result.exception is None, result.exception
-    assert "3 windows of 128 tokens without overlap" in result.stdout and "tokens skipped" in result.stdout
+    assert "3 sequences of 128 tokens without overlap" in result.stdout and "tokens skipped" in result.stdout
     assert "KL divergence" in result.stdout and "top-1 agreement" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -142,16 +157,16 @@ def test_eval_prints_a_table_and_draws_a_plot(
 def test_a_model_has_no_error_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
     """Afterwards, no hook remains but those of the model."""
     choice = loading.ModelChoice(str(example), converted["int8"])
-    windows = evaluate.cut_windows(choice, text.read_text(), text, 64, 2)
+    sequences = evaluate.cut_sequences(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
     hooks = [len(module._forward_hooks) for module in original.modules()]
     progress: list[int] = []
-    same = evaluate.evaluate(original, original, windows, progress.append)
-    figures = evaluate.build_report(EvalOptions(model="it", text=text), windows, same, "none")
+    same = evaluate.evaluate(original, original, sequences, progress.append)
+    figures = evaluate.build_report(EvalOptions(model="it", text=text), sequences, same, "none")
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
     assert figures["layers"] == [] and progress == [64, 64]
-    assert len(evaluate.evaluate(original, converted, windows, progress.append).layers) == 2
+    assert len(evaluate.evaluate(original, converted, sequences, progress.append).layers) == 2
     assert [len(module._forward_hooks) for module in original.modules()] == hooks
     shared = {p.data_ptr() for p in original.parameters()}
     assert all(p.data_ptr() in shared for p in converted.parameters()), "the rest is in memory once"
@@ -172,16 +187,22 @@ def test_eval_fails_for_predictions_that_are_not_finite(
     assert code == VerificationError.exit_code and "not finite" in message
 
 
-def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path], example: Path, text: Path) -> None:
+def test_skip_sequences_and_max_sequences_select_sequences(
+    converted: dict[str, Path], example: Path, text: Path
+) -> None:
     choice = loading.ModelChoice(str(example))
-    all_windows = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
-    selected = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
-    assert (all_windows.tokens_before, selected.tokens_before) == (0, 30 * WINDOW)
-    assert (selected.ids == all_windows.ids[30:34]).all()
-    total = all_windows.ids.size + all_windows.tokens_after
+    all_sequences = evaluate.cut_sequences(choice, text.read_text(), text, LENGTH, None)
+    selected = evaluate.cut_sequences(choice, text.read_text(), text, LENGTH, 4, 30)
+    assert (all_sequences.tokens_before, selected.tokens_before) == (0, 30 * LENGTH)
+    assert (selected.ids == all_sequences.ids[30:34]).all()
+    total = all_sequences.ids.size + all_sequences.tokens_after
     assert selected.tokens_before + selected.ids.size + selected.tokens_after == total == 4889
-    result = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
-    assert f"1 window of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in result.stdout
+    result = run(
+        example, converted["W8A16"], text, "--skip-sequences", 35, "--max-sequences", 1, option="--gpu-weights"
+    )
+    assert (
+        f"1 sequence of 128 tokens without overlap, the first {35 * LENGTH} and the last 281 of 4889" in result.stdout
+    )
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in result.stdout
 
 
@@ -224,10 +245,10 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: d
 
 CPU, GPU = "--cpu-weights", "--gpu-weights"
 REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
-    ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one window of 128"),
+    ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one sequence of 128"),
     ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
     ("example", CPU, "int8", "none", (), 5, "none"),
-    ("example", CPU, "int8", "text", ("--window", 4096), 2, "1024"),
+    ("example", CPU, "int8", "text", ("--sequence-length", 4096), 2, "1024"),
     ("example", CPU, "empty", "text", (), 5, "has no .safetensors file"),
     ("bare", CPU, "int8", "text", (), 5, "no tokenizer"),
     ("damaged", CPU, "int8", "text", (), 5, ""),
@@ -236,7 +257,7 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", GPU, "example", "text", (), 3, "has no experts for the GPU"),
     ("example", GPU, "none", "text", (), 5, ""),
     ("example", GPU, "one layer fewer", "text", (), 3, "was not made from"),
-    ("example", GPU, "W8A16", "text", ("--skip-windows", 38), 5, "no window of 128 after the first 38"),
+    ("example", GPU, "W8A16", "text", ("--skip-sequences", 38), 5, "no sequence of 128 after the first 38"),
 ]
 
 

@@ -55,7 +55,7 @@ def workers() -> Iterator[Executor]:
 def plan(case: str, output: Path, dataset: Path, **extra: Any) -> Any:
     """Return the plan of a case with one thread."""
     command, options = CASES[case]
-    data = {"dataset": str(dataset), "max_sequence_length": calibrated.MAX_LENGTH, "force_cpu": True}
+    data = {"dataset": str(dataset), "sequence_length": calibrated.MAX_LENGTH, "force_cpu": True}
     statistics = {"save_statistics": f"{output}.statistics"} if case in STATISTICS else {}
     settings = {**data, **statistics, **options, "threads": 1, **extra}
     return commands.make_plan(commands.make_options(command, input=calibrated.EXAMPLE, output=output, **settings))

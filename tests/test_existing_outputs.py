@@ -28,7 +28,7 @@ pytest.importorskip("peft")
 # Commands that only read their argument `output`, or never replace a file of another program.
 READS = {"status", "verify", "inspect", "bench", "experts", "convert-adapter", "resume", "up"}
 RTN = ("--quant-method", "RTN", "--quant-type", "W4A16")
-SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
+SHORT = ("--num-calibration-samples", 1, "--sequence-length", 16)
 # Arguments of each command, with the names of inputs (in `inputs_folder`) and OUT.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cpu": ("-i", "model", "-o", "OUT", "--quant-method", "int8"),

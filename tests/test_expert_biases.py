@@ -503,7 +503,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 TOKENS = 64
 TEXT = Path(__file__).resolve().parents[1] / "examples" / "heldout.txt"
-CALIBRATION = ("--dataset", TEXT, "--num-calibration-samples", 16, "--max-sequence-length", 64, "--cpuinfer-threads", 1)
+CALIBRATION = ("--dataset", TEXT, "--num-calibration-samples", 16, "--sequence-length", 64, "--cpuinfer-threads", 1)
 
 
 def load_model(folder: Path, **settings: Any) -> Any:

@@ -453,7 +453,7 @@ def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
         done,
         4,
         "nothing fits; the smallest form, int4 with",
-        "of RAM, and the machine has 100.0 MB; use a larger machine",
+        "of RAM, and the machine has 95.4 MiB; use a larger machine",
     )
     assert "does not fit" in done.stdout
     document = fit(tiny, *LARGE, "--ram", "100MB", "--vram", "0")
@@ -509,9 +509,9 @@ def test_explain_prints_the_parts_of_memory_and_the_limits(tiny):
     done = conversion.ktconvert("fit", str(tiny), *LARGE, "--explain")
     assert done.returncode == 0, done.stderr
     for part in (
-        "rest 18.2 KB",
-        "context 1.1 GB",
-        "process 4.3 GB",
+        "rest 17.8 KiB",
+        "context 1.0 GiB",
+        "process 4.0 GiB",
         "process: an estimate",
         "all experts are on the GPU",
         "# launch",

@@ -88,6 +88,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
+RENAMED = {"model_id": "input", "output_dir": "output", "max_sequence_length": "sequence_length", "random_seed": "seed"}
+
 # Runs on one CPU, even if the caller may use several.
 ON_ONE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from ktconvert.pipeline.cli import main; main()"
 
@@ -121,7 +123,7 @@ def test_examples_mean_the_same_as_in_kt_kernel(name: str, tmp_path: Path) -> No
     for option, value in expected.items():
         if option == "max_gpu_memory" and value is not None:
             value = int(value.removesuffix("GiB")) << 30
-        option = {"model_id": "input", "output_dir": "output"}.get(option, option)
+        option = RENAMED.get(option, option)
         assert options[option] is None if value is None else str(options[option]) == str(value), option
 
 

@@ -145,7 +145,7 @@ def test_shares_add_to_existing_layers(bench):
 def test_a_chain_cannot_be_shared(example, tmp_path, cli):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 50)
-    calibration = ("--dataset", text, "--num-calibration-samples", "2", "--max-sequence-length", "16", "--force-cpu")
+    calibration = ("--dataset", text, "--num-calibration-samples", "2", "--sequence-length", "16", "--force-cpu")
     where = ("-i", example, "-o", tmp_path / "out")
     result = cli("cpu", *where, "--scale", "gptq", *calibration, "--part", "0/2", code=2)
     assert "use --executor instead of --part" in result.stderr

@@ -219,7 +219,17 @@ def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     text = str(example.parent / "heldout.txt")
     errors = {}
     for activations in ACTIVATIONS:
-        options = ["--text", text, "--window", "128", "--max-windows", "2", "--activations", activations, "--json"]
+        options = [
+            "--text",
+            text,
+            "--sequence-length",
+            "128",
+            "--max-sequences",
+            "2",
+            "--activations",
+            activations,
+            "--json",
+        ]
         document = json.loads(CliRunner().invoke(evaluate, [*arguments, *options]).stdout.splitlines()[-1])
         assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
         errors[activations] = [layer["relative_error"] for layer in document["layers"]]

@@ -254,7 +254,7 @@ def test_loading_a_layer_with_a_wrong_method_is_refused(mix):
 def test_eval_lists_all_methods(packed_example, example):
     pytest.importorskip("transformers")
     two = packed_example("int4", 1, *map_options("1=int8"))
-    given = ("--text", example.parent / "heldout.txt", "--window", 32, "--max-windows", 1)
+    given = ("--text", example.parent / "heldout.txt", "--sequence-length", 32, "--max-sequences", 1)
     document = json.loads(run_ok("eval", example, "--cpu-weights", two, *given, "--json").stdout)
     assert document["method"] == "AMXINT4, AMXINT8"
     int4, int8 = (layer["relative_error"] for layer in document["layers"])

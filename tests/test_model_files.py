@@ -26,7 +26,7 @@ from rig.safetensors import Tensor, edit_file, read_file, write_file
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), True)
 SETTINGS |= {"use_cache": False, "return_dict": False}
-FEW = ("--num-calibration-samples", 2, "--max-sequence-length", 32, "--cpuinfer-threads", 1, "--force-cpu", "-q")
+FEW = ("--num-calibration-samples", 2, "--sequence-length", 32, "--cpuinfer-threads", 1, "--force-cpu", "-q")
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 # Replacements of a value; DELETED removes it.
 DELETED = "DELETED"
@@ -58,7 +58,7 @@ def commands(model: Path, int8: Path, text: Path, out: Path) -> dict[str, tuple[
         "verify": ("verify", out / "gpu", "--against", model, "--json"),
         "calibrate": ("calibrate", model, "--output", out / "statistics", *data),
         "run": ("run", model, *weights, "--prompt", "import os", "--max-new-tokens", 3),
-        "eval": ("eval", model, *weights, "--text", text, "--window", 64, "--max-windows", 1),
+        "eval": ("eval", model, *weights, "--text", text, "--sequence-length", 64, "--max-sequences", 1),
         "train": ("train", model, *weights, "--dataset", text, "-o", out / "adapter", *small, "-q"),
     }
 

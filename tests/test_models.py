@@ -95,7 +95,7 @@ def test_list_has_kind_method_size_and_state(
         "tiny": ("checkpoint", "BF16", "complete", ""),
         "tiny-BF16": ("dequantize", "BF16", "complete", ""),
         "tiny-INT8": ("cpu", "AMXINT8", "complete", ""),
-        "tiny-MXFP4": ("cpu", "mxfp4", "unfinished", "1 of 2"),
+        "tiny-MXFP4": ("cpu", "MXFP4", "unfinished", "1 of 2"),
     }
     listed = json.loads(models(folder / "tiny", "--json").stdout)["models"]  # the folder itself is a model
     assert listed[-1]["path"] == str(folder / "tiny")

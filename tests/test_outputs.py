@@ -309,6 +309,7 @@ def test_verify_does_not_advise_options_of_other_programs(outputs, cli):
         (3, "256/4 = 64, is not a multiple of 128", ("fp8", "--threadpool-count", 4)),
         (3, "fp8 (KT_FP8) with --numa 1, 2", ("fp8", *KT, "--threadpool-count", 4)),
         (3, "rawint4 (RAWINT4) with --numa 1, 2, 4, 8", ("rawint4", "--threadpool-count", 16)),
+        (3, "or rawint4 (RAWINT4) with --numa 1, 2, 4, 8", ("int4", "--threadpool-count", 8)),
         (2, "--layout numa is for int4, int8, mxfp4, fp8, bf16; rawint4 has", ("rawint4", "--layout", "numa")),
         (2, "BF16 has no loose files; leave out --no-merge-safetensor, or add", ("bf16", "--no-merge-safetensor")),
         (2, "without the experts; add --no-merge-safetensor", ("bf16", "--save-backward-weights")),

@@ -220,7 +220,7 @@ def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
     text = (ROOT / "examples" / "heldout.txt").read_text()
     calibration, rest = tmp_path / "calibration.txt", text[2 * len(text) // 3 :][:600]
     calibration.write_text(text[: 2 * len(text) // 3])
-    variants = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--max-sequence-length", "256")}
+    variants = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--sequence-length", "256")}
     errors = measure_errors(tmp_path, peer_python, numa, record_expert_inputs(rest), variants)
     print(errors)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
@@ -236,9 +236,7 @@ SCALES = (("RAWINT4", "mse"), ("RAWINT4", "gptq"), ("MXFP4", "gptq"))
 def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, numa):
     """kt-kernel loads and splits `--layout kt`; compares with float64 on the same values."""
     out, inputs = tmp_path / "out", draw_inputs(6, 8)
-    more = (
-        ("--dataset", str(ROOT / "examples" / "heldout.txt"), "--max-sequence-length", "256") if scale == "gptq" else ()
-    )
+    more = ("--dataset", str(ROOT / "examples" / "heldout.txt"), "--sequence-length", "256") if scale == "gptq" else ()
     convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale, *more)
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = compute_in_float64(out, inputs)

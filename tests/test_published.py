@@ -131,7 +131,17 @@ def test_serve_answers_with_the_text_of_run(paths: Outputs) -> None:
 
 def test_eval_measures_the_experts_of_a_quantized_model(paths: Outputs, example: Path) -> None:
     """The original is the decoded model, and only the experts differ."""
-    options = ("--text", example.parent / "heldout.txt", "--window", 32, "--max-windows", 2, "--threads", 1, "--json")
+    options = (
+        "--text",
+        example.parent / "heldout.txt",
+        "--sequence-length",
+        32,
+        "--max-sequences",
+        2,
+        "--threads",
+        1,
+        "--json",
+    )
     reports = []
     for model in (paths("modelopt NVFP4"), paths("modelopt NVFP4", BF16)):
         done = call(evaluate, model, "--cpu-weights", paths("modelopt NVFP4", INT8), *options)

@@ -118,11 +118,11 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     refused = call(run, model, *options, "--cpu-weights", model).exception
     assert isinstance(refused, UnsupportedError) and "layer 0 are F32" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception
-    assert isinstance(both, UsageError) and "exclude each other; leave out one" in str(both)
+    assert isinstance(both, UsageError) and "exclude each other; give one" in str(both)
 
 
 def test_eval_gives_the_divergence_of_stored_experts(models, example):
-    text = ("--text", example.parent / "heldout.txt", "--window", 64, "--max-windows", 2, "--json")
+    text = ("--text", example.parent / "heldout.txt", "--sequence-length", 64, "--max-sequences", 2, "--json")
     means = {}
     for method in METHODS:
         done = call(evaluate, models["BF16"], "--cpu-weights", models[method], *text)

@@ -70,7 +70,7 @@ def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Pat
     text = STYLED.sub(b"", on_a_terminal("cpu", example, out, "--numa", 1, columns=columns)).decode()
     lines = [line for line in re.split(r"[\r\n]+", text) if line]
     bars = [line for line in lines if "\u2501" in line]
-    assert bars and all("ETA " in line and len(line) <= columns for line in bars), lines
+    assert bars and all(("ETA " in line or "100 %" in line) and len(line) <= columns for line in bars), lines
     result, following, serving = lines[lines.index(bars[-1]) + 1 :]  # tests use -v
     assert result.startswith(f"{out}: ") and following == shorten_paths(
         f"next: ktconvert verify {out} --against {example}"
@@ -150,7 +150,10 @@ def test_progress_shows_downloaded_bytes_and_those_on_disk(
 def test_remaining_time_is_unknown_until_a_unit_is_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A unit of GPTQ reports its bytes at its end; copied tensors, and samples, which read none, do not count."""
+    """A unit of GPTQ reports its bytes at its end; copied tensors, and samples and statistics, which read none, do not count.
+
+    It is unknown again while a unit takes longer than those before it.
+    """
     now = 0.0
     monkeypatch.setattr("ktconvert.pipeline.report.progress.time.monotonic", lambda: now)
     reporter = Reporter(json_events=True, verbosity=-1)
@@ -158,13 +161,28 @@ def test_remaining_time_is_unknown_until_a_unit_is_finished(
     etas = []
     steps: list[tuple[int, int, int | None]] = [(1, 300, None), (499, 0, 0)]  # seconds, bytes, bytes of a unit's end
     steps += [(90, 10, -1), (10, 90, 100), (50, 0, -1), (45, 10, -1), (10, 200, None), (10, 0, -1)]
+    steps += [(900, 0, -1), (10, 900, 900), (10, 0, 0), (10, 0, -1)]
     for seconds, nbytes, unit_bytes in steps:
         now += seconds
         reporter.advance(nbytes)
         etas += [json.loads(line)["eta_seconds"] for line in capsys.readouterr().out.splitlines() if "eta_s" in line]
         if unit_bytes != -1:
             reporter.finish_unit(unit_bytes)
-    assert etas == [None, None, None, 850, 805, 795, 785]
+    assert etas == [None, None, None, 850, 805, 795, 785, None, None, 0, 0]
+
+
+def test_progress_names_the_unit_that_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    reporter = Reporter()
+    reporter.begin(10, 0, units=(0, 2))
+    reporter.set_current("layer-000")
+    reporter.advance(10)
+    reporter.finish_unit()
+    reporter.set_current("layer-001")
+    reporter.end()
+    last = [line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if "\u2501" in line][-1]
+    assert "1/2 layer-001" in last and "100 %" in last and "ETA" not in last
 
 
 def test_stream_passes_only_newlines_and_tabs() -> None:

@@ -352,7 +352,7 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     assert events[0]["bytes"] == memory
     assert "nothing to do" in cli("resume", adapter).stderr
     tuned = tree(adapter)
-    evaluate = ("--text", text, "--window", 64, "--json")
+    evaluate = ("--text", text, "--sequence-length", 64, "--json")
     found = json.loads(cli("eval", example, "--cpu-weights", int8, "--adapter", adapter, *evaluate).stdout)
     assert abs(np.log(found["perplexity"]["converted"]) - measured[-1]) < 0.1
     assert found["perplexity"]["converted"] / found["perplexity"]["original"] == pytest.approx(1, abs=0.01)

@@ -441,6 +441,7 @@ def test_kt_kernel_can_be_imported_by_name():
         "import kt_kernel\n"
         "from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks, kt_kernel_ext\n"
         "assert KTMoEWrapper is ours and importlib.util.find_spec('kt_kernel')\n"
+        "assert {'KTMoEWrapper', 'generate_gpu_experts_masks', '__version__'} <= {*dir(kt_kernel)}\n"
         "print(kt_kernel.__version__, kt_kernel.__cpu_variant__, kt_kernel_ext.__cpu_variant__)\n"
         "try: kt_kernel_ext.CPUInfer(4)\n"
         "except AttributeError as error: print(error)\n"

@@ -137,12 +137,14 @@ def _explain_not_allowed(path: Path, number: int) -> OutputError:
 
 
 def require_creatable(path: Path) -> None:
-    """Raise the OutputError that making a folder and its missing parents would raise, as far as modes tell."""
+    """Raise the OutputError that making a folder and its missing parents would raise, by modes and file system."""
     parent = path.parent
     if parent.is_dir():
+        status = os.statvfs(parent)
+        if not status.f_blocks:  # such as /proc, whose modes allow root to write
+            raise _explain_not_allowed(path, errno.EOPNOTSUPP)
         if not os.access(parent, os.W_OK | os.X_OK):
-            read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
-            raise _explain_not_allowed(path, errno.EROFS if read_only else errno.EACCES)
+            raise _explain_not_allowed(path, errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES)
     elif os.path.lexists(parent):
         raise _refuse_file(parent)
     else:

@@ -97,6 +97,9 @@ class _Provided(ModuleType):
             return getattr(self, name)
         raise AttributeError(refusal.format(name))
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *PROVIDED[self.__name__][0]]
+
     def _add_real_names(self) -> None:
         """Run the real module's code in this one. Our names replace its own."""
         assert self.real is not None and self.real.loader is not None

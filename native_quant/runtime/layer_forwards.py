@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in
 
 
 # Splits ids [T, k] by their weights [T, k] into those to compute immediately and those to defer (None: none).
+Submitted = TypeVar("Submitted")
 Split = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -256,11 +257,7 @@ class CpuForward:
 
         Raises ArgumentError for other hidden_states; a later call may then return the result.
         """
-        if self._submitted is None:
-            raise StateError(
-                f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it; call that first"
-            )
-        job, previous, out = self._submitted
+        job, previous, out = require_submitted(self._submitted, self._layer.member.layer)
         is_right = _is_tensor(hidden_states, FLOATS) and hidden_states.numel() == out.numel()
         _require(is_right, "hidden_states", FLOATS, out.shape, hidden_states)
         self._submitted = None
@@ -292,6 +289,15 @@ class CpuForward:
         job = layer.experts._make_job(call, (hidden, ids, weights, out, layer.mask))
         job.submit()
         layer.member.store_deferred(DeferredExperts(job, layer.experts._pool, out, CPU))
+
+
+def require_submitted(
+    value: Submitted | None, layer: int, sync: str = "sync_forward", submit: str = "submit_forward"
+) -> Submitted:
+    """Return what the method `submit` left for the method `sync`. Raises StateError if it is None."""
+    if value is None:
+        raise StateError(f"layer {layer}: {sync} without a {submit} before it; call that first")
+    return value
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -357,11 +363,8 @@ class StreamForward:
 
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
         """Return a tensor that holds the result when the stream reaches this point."""
-        if self._submitted is None:
-            raise StateError(
-                f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it; call that first"
-            )
-        (job, buffers), self._submitted = self._submitted, None
+        job, buffers = require_submitted(self._submitted, self._layer.member.layer)
+        self._submitted = None
         with streams.use_stream(hidden_states.device, cuda_stream) as stream:
             streams.launch(stream, WAIT, job)
             buffers.pending[self._set].remove(job)

@@ -56,8 +56,8 @@ class Pool:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a KTMoEWrapper cannot be pickled (pickle, torch.save, spawned processes): its threads and weights belong "
-            "to this process; create it in the other process, and call load_weights there"
+            "an object with threads cannot be pickled (pickle, torch.save, spawned processes): its threads and weights "
+            "belong to this process; create it in the other process, and load its weights there"
         )
 
     def __del__(self) -> None:

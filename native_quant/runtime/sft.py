@@ -25,7 +25,7 @@ from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import streams, weights
 from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.kt_sft import LayerReference
-from ktconvert.native_quant.runtime.layer_forwards import require_tensors
+from ktconvert.native_quant.runtime.layer_forwards import require_submitted, require_tensors
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
@@ -362,11 +362,7 @@ class SftMoEWrapper:
         self._forward = _start_thread(compute)
 
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
-        if self._forward is None:
-            raise StateError(
-                f"layer {self.layer_idx}: sync_forward without a submit_forward before it; call that first"
-            )
-        future = self._forward
+        future = require_submitted(self._forward, self.layer_idx)
         self._forward = None
         out, saved = future.result()
         self._saved = saved or self._saved
@@ -392,10 +388,8 @@ class SftMoEWrapper:
 
     def sync_forward_inference(self, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward_inference, with its input's shape, dtype and device."""
-        if self._inference is None:
-            problem = "sync_forward_inference without a submit_forward_inference before it; call that first"
-            raise StateError(f"layer {self.layer_idx}: {problem}")
-        like, self._inference = self._inference, None
+        like = require_submitted(self._inference, self.layer_idx, "sync_forward_inference", "submit_forward_inference")
+        self._inference = None
         out = self.sync_forward()
         with _use_stream(like, cuda_stream):
             return out.view(like.shape).to(like)
@@ -450,11 +444,7 @@ class SftMoEWrapper:
         self._backward = _start_thread(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._backward is None:
-            raise StateError(
-                f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it; call that first"
-            )
-        future = self._backward
+        future = require_submitted(self._backward, self.layer_idx, "sync_backward", "submit_backward_async")
         self._backward = None
         gradients = future.result()
         if self._window is not None and gradients.lora is not None:

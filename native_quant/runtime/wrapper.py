@@ -38,6 +38,7 @@ from ktconvert.native_quant.runtime.layer_forwards import (
     StreamForward,
     WrappedLayer,
     is_on_gpu,
+    require_submitted,
     split_immediate,
 )
 from ktconvert.native_quant.runtime.methods import METHODS
@@ -115,12 +116,10 @@ class KTMoEWrapper:
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
-        if not arguments and not named:  # called by copy or pickle, which raise their own errors
+        mode = arguments[_MODE] if len(arguments) > _MODE else named.get("mode")
+        if mode != "sft":
             return super().__new__(cls)
-        bound = _bind_arguments(arguments, named)
-        if bound["mode"] != "sft":
-            return super().__new__(cls)
-        return _make_sft_wrapper(bound)  # type: ignore[return-value]  # not for type checkers
+        return _make_sft_wrapper(_bind_arguments(arguments, named))  # type: ignore[return-value]  # not for type checkers
 
     @_allow_omitted_mask
     def __init__(
@@ -176,26 +175,6 @@ class KTMoEWrapper:
         self._stream: StreamForward | None = None
         self._member = ModelMember(self.weight_path, layer_idx)
         self._writes: list[Job] = []
-        if self.weight_path and not cpu_save:
-            self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Raise UnsupportedError if the weights have different sizes, by reading only headers.
-
-        load_weights_from_tensors reads no weights, so it works without files, except for methods of checkpoints only,
-        for which a KTConvertError is raised if the files cannot be read.
-        """
-        path = Path(self.weight_path)
-        try:
-            source = open_experts(path)
-            shape = source.shape(self.layer_idx) if self.layer_idx in source.layers else None
-        except KTConvertError:
-            if METHODS[self.method].encoding is None:
-                raise
-            return
-        if shape is not None:
-            sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size
-            Requirements(None, *sizes).check(path, self.layer_idx, "headers", shape)
 
     def __repr__(self) -> str:
         """Return path, method and sizes."""
@@ -367,13 +346,9 @@ class KTMoEWrapper:
 
         On a CPU it waits for the result; on a stream it makes the stream wait. Deferred experts may still be running.
         """
-        if self._cpu is None or self._stream is None:
-            raise StateError(
-                f"layer {self.layer_idx}: sync_forward without a submit_forward before it; call that first"
-            )
         if is_on_gpu(hidden_states):
-            return self._stream.sync(hidden_states, cuda_stream)
-        return self._cpu.sync(hidden_states)
+            return require_submitted(self._stream, self.layer_idx).sync(hidden_states, cuda_stream)
+        return require_submitted(self._cpu, self.layer_idx).sync(hidden_states)
 
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
@@ -435,6 +410,7 @@ class KTMoEWrapper:
 
 
 _SIGNATURE = inspect.signature(KTMoEWrapper.__init__)
+_MODE = [*_SIGNATURE.parameters].index("mode") - 1  # position of the argument, without self
 # Programs look for parameters in the signature of __new__, as kt-kernel's class has no __init__.
 _class: Any = KTMoEWrapper
 _class.__new__.__signature__ = _SIGNATURE
@@ -455,6 +431,34 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     require_one_of("cpu_save", arguments["cpu_save"], (False, True))
     if arguments["weight_path"] != "":  # load_weights_from_tensors reads none
         require_path("weight_path", arguments["weight_path"])
+        if not arguments["cpu_save"]:
+            _check_sizes(**{name: arguments[name] for name in inspect.signature(_check_sizes).parameters})
+
+
+def _check_sizes(
+    mode: str,
+    method: str,
+    weight_path: str | PathLike[str],
+    layer_idx: int,
+    num_experts: int,
+    hidden_size: int,
+    moe_intermediate_size: int,
+) -> None:
+    """Raise UnsupportedError if the weights have different sizes, by reading only headers.
+
+    load_weights_from_tensors and the loaders of packed weights read no files, so that these need not exist, except for
+    methods of checkpoints only without training, for which a KTConvertError is raised if the files cannot be read.
+    """
+    path = Path(weight_path)
+    try:
+        source = open_experts(path)
+        shape = source.shape(layer_idx) if layer_idx in source.layers else None
+    except KTConvertError:
+        if mode == "inference" and METHODS[method].encoding is None:
+            raise
+        return
+    if shape is not None:
+        Requirements(None, num_experts, hidden_size, moe_intermediate_size).check(path, layer_idx, "headers", shape)
 
 
 def _make_sft_wrapper(arguments: Mapping[str, Any]) -> SftMoEWrapper:

@@ -96,14 +96,9 @@ def write_type(annotation: Any) -> str:
 
 
 def write_parameter(parameter: inspect.Parameter) -> str:
-    """Return the source of a parameter."""
-    return f"{parameter.name}: {write_values(parameter)}"
-
-
-def write_values(parameter: inspect.Parameter) -> str:
-    """Return the source of a parameter's type and default."""
+    """Return the source of a parameter: name, type and default."""
     default = write_default(parameter)
-    return f"{write_type(parameter.annotation)}{default and f' = {default}'}"
+    return f"{parameter.name}: {write_type(parameter.annotation)}{default and f' = {default}'}"
 
 
 def write_default(parameter: inspect.Parameter) -> str:
@@ -257,15 +252,15 @@ def group_options(commands: Mapping[str, type[Options]]) -> dict[str, dict[str, 
 
 
 def _list_options(commands: Mapping[str, type[Options]]) -> str:
-    """Return paragraphs for help(): name, type, default and meaning of the options of each command."""
-    groups = group_options(commands)
-    width = max(len(name) for rows in groups.values() for name in rows) + 2
-    wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * width, break_on_hyphens=False)
-    paragraphs = []
-    for title, rows in groups.items():
-        lines = [wrapper.fill(f"{name:{width}}{write_values(each)}: {text}") for name, (each, text) in rows.items()]
-        paragraphs.append("\n".join(["", f"Options of {title}:", *lines, ""]))
-    return textwrap.indent("".join(paragraphs), "    ")
+    """Return a paragraph for help(), with a line for each option; several commands may have it."""
+    meanings: dict[str, str] = {}
+    for cls in commands.values():
+        for name, (_, meaning) in describe_options(cls).items():
+            meanings.setdefault(name, meaning)
+    width = max(map(len, meanings)) + 2
+    lines = [f"{name:{width}}{meaning}" for name, meaning in meanings.items()]
+    heading = "Options (docs/reference/python.md has the defaults, and the options of each command):"
+    return textwrap.indent("\n".join(["", heading, *lines, ""]), "    ")
 
 
 for _functions, _commands in (((plan, convert), CONVERSION_OPTIONS), ((verify,), {"verify": VerifyOptions})):

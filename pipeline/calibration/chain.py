@@ -87,7 +87,7 @@ class Chain:
     def hidden_states_bytes(self) -> int:
         """Upper bound of the bytes of all samples' hidden states, in BF16."""
         samples = self.options.samples
-        tokens = samples.num_calibration_samples * samples.max_sequence_length
+        tokens = samples.num_calibration_samples * samples.sequence_length
         return 2 * tokens * find_model_width(self.model) if self.passes_hidden_states else 0
 
     def load_samples(self, reporter: Reporter) -> list[Ids]:
@@ -111,7 +111,7 @@ class Chain:
             key=SAMPLES,
             versions=(self.version,),
             params=self.options.weights,
-            bytes_out=8 * samples.num_calibration_samples * (samples.max_sequence_length + 1),
+            bytes_out=8 * samples.num_calibration_samples * (samples.sequence_length + 1),
             in_output=False,
             handover_bytes=self.hidden_states_bytes,
             work=self,

@@ -48,7 +48,7 @@ CARDS = (24, 48, 80)  # GiB
 SHARES = ((48, 0.625), (0, 0.5))
 
 LESS_MEMORY = "To need less memory, in this order: "
-SHORTER = "shorter sequences (--max-sequence-length 1024); --force-cpu, if the GPU is too small."
+SHORTER = "shorter sequences (--sequence-length 1024); --force-cpu, if the GPU is too small."
 CALIBRATE_REMEDIES = f"{LESS_MEMORY}fewer samples (--num-calibration-samples 64); {SHORTER}"
 GPTQ_REMEDIES = (
     f"{LESS_MEMORY}--quant-method RTN (gpu) or --scale mse (cpu), which need no calibration; fewer samples "
@@ -249,7 +249,7 @@ def read_shape(model: MoeModel, options: Samples) -> CalibrationShape:
         experts,
         heads,
         samples=options.num_calibration_samples,
-        length=options.max_sequence_length,
+        length=options.sequence_length,
         head=max(widths) or hidden // heads,
         other_bytes=_largest_layer_bytes(model),
         dense=model.layers != tuple(range(len(model.layers))),

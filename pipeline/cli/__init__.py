@@ -91,11 +91,9 @@ OTHER_WORDS = {
 OTHER_OPTIONS = {
     "--force": "--overwrite",
     "--lr": "--learning-rate",
-    "--max-tokens": "--max-windows",
+    "--max-tokens": "--max-sequences",
     "--method": "--quant-method",
     "--quant-type": "--quant-method",
-    "--random-seed": "--seed",
-    "--seed": "--random-seed",
 }
 MAX_OWNERS = 4  # commands to name for an option that another command lacks
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many

@@ -242,6 +242,11 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
             values[option_field.name] = option_field.click_type.convert(word, None, None)
     if words:
         raise UsageError(f"{by_flag[-1].upper()} is given twice; give it once.")
+    given = {option_field.name for option_field in find_given_options(cls)}
+    pairs = {frozenset((option_field.name, option.excludes)) for option_field, option in options if option.excludes}
+    for option_field, _ in options:  # an option of the command line replaces one of the config file that it excludes
+        if option_field.name not in given and any(option_field.name in pair and pair & given for pair in pairs):
+            values[option_field.name] = option_field.default
     return build(cls, values)
 
 

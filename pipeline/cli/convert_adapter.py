@@ -20,8 +20,8 @@ def convert_adapter(options: ConvertAdapterOptions) -> None:
     they have in MODEL. The output appears when it is complete.
 
     Examples:
-      ktconvert convert-adapter ADAPTER --model MODEL -o OUT
-      ktconvert convert-adapter ADAPTER --model Qwen/Qwen3-30B-A3B -o OUT --json
+      ktconvert convert-adapter ADAPTER OUT --model MODEL
+      ktconvert convert-adapter ADAPTER OUT --model Qwen/Qwen3-30B-A3B --json
     """
     from ktconvert.layouts.checkpoints.adapter import require_adapter, write_peft_adapter
     from ktconvert.layouts.checkpoints.kt_adapter import FUSED, name_experts

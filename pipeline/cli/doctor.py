@@ -35,7 +35,7 @@ XCR0 = (("AVX", 0x06), ("AVX-512", 0xE6), ("AMX", 0x60000))
 SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP = 158, 0x1021
 
 PROBE_BYTES, PROBE_SECONDS, BLOCK = 256 << 20, 5.0, 4 << 20
-LOW_DISK = 100 * 10**9  # bytes: too little for a large model's experts
+LOW_DISK = 100 << 30  # bytes: too little for a large model's experts
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def find_problems(report: MachineReport) -> Iterator[str]:
         )
     if report.disk.free < LOW_DISK:
         yield (
-            f"{report.disk.path} has {report.disk.free / 1e9:.0f} GB free: a large model needs more than 100 GB."
+            f"{report.disk.path} has {size(report.disk.free)} free: a large model needs more than 100 GiB."
             " `ktconvert cpu --dry-run` prints what yours needs."
         )
     if report.disk.file_size_limit is not None:

@@ -15,12 +15,12 @@ from ktconvert.pipeline.options.model_options import EvalOptions
 def eval(options: EvalOptions) -> None:
     """Measure the accuracy of converted experts: perplexity, divergence from the original model, error per layer.
 
-    Both models read the same text, window by window. Memory must hold the original model, with --gpu-weights twice.
+    Both models read the same text, sequence by sequence. Memory must hold the original model, with --gpu-weights twice.
 
     Examples:
       ktconvert eval MODEL --cpu-weights OUT --text book.txt
       ktconvert eval MODEL --cpu-weights OUT --text book.txt --plot int4.png
-      ktconvert eval MODEL --gpu-weights OUT --text book.txt --skip-windows 20
+      ktconvert eval MODEL --gpu-weights OUT --text book.txt --skip-sequences 20
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
@@ -37,17 +37,17 @@ def eval(options: EvalOptions) -> None:
     choice = preconditions.make_model_choice("eval", options, reporter, "run" if gpu is None else "gpu")
     text = evaluate.read_text(options.text)
     method = None if gpu is None else evaluate.gpu_method(gpu)
-    windows = evaluate.cut_windows(
-        choice, text, options.text, options.window, options.max_windows, options.skip_windows
+    sequences = evaluate.cut_sequences(
+        choice, text, options.text, options.sequence_length, options.max_sequences, options.skip_sequences
     )
     original, converted = evaluate.load_pair(choice, gpu)
-    reporter.begin(int(windows.ids.size), 0, tokens)
+    reporter.begin(int(sequences.ids.size), 0, tokens)
     try:
-        evaluation = evaluate.evaluate(original, converted, windows, reporter.advance)
+        evaluation = evaluate.evaluate(original, converted, sequences, reporter.advance)
     finally:
         reporter.end()
     method = method or evaluate.expert_methods(converted)
-    report = evaluate.build_report(options, windows, evaluation, method)
+    report = evaluate.build_report(options, sequences, evaluation, method)
     if options.plot is not None:
         plot_eval(options.plot, report, evaluation.errors.divergence.tolist())
     if options.as_json:

@@ -16,7 +16,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import FitOptions, Target, UpOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import duration, format_table
+from ktconvert.pipeline.report.text import duration, format_table, size
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.fit.estimate import Choice, Machine, ModelShape, Use
@@ -124,7 +124,7 @@ def _measure_bandwidth(threads: int) -> float:
 def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
     """Return the memory of each GPU, and what is known about their kind.
 
-    Raises UsageError for an unknown name, and for a name together with sizes.
+    Raises UsageError for an unknown name.
     """
     from ktconvert.pipeline.fit.machines import GPUS, find_gpu, list_gpus
 
@@ -133,8 +133,6 @@ def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
             return options.vram, None
         gpus = list_gpus()
         return tuple(memory for _, memory in gpus), find_gpu(gpus[0][0]) if gpus else None
-    if options.vram is not None:
-        raise UsageError("--gpu and --vram exclude each other; give one of them.")
     match = GPU_CHOICE.fullmatch(options.gpu.strip())
     known = find_gpu(match[2]) if match else None
     if match is None or known is None or match[1] == "0":
@@ -235,15 +233,15 @@ def _describe_choice(choice: Choice) -> dict[str, Any]:
 def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
     """Return the lines of the report."""
     target = document["machine"]
-    cards = ", ".join(map(_format_bytes, target["vram"])) or "none"
-    bandwidth = _format_bytes(target["bandwidth"])
+    cards = ", ".join(map(size, target["vram"])) or "none"
+    bandwidth = f"{target['bandwidth'] / 1e9:.1f} GB/s"
     cache = f"{document['context']} tokens, {document['sequences']} at a time"
     rows = [
         ("model", f"{document['model']}: {document['moe_layers']} of {document['layers']} layers with experts"),
         ("experts", f"{document['experts']} per layer, {document['experts_per_token']} per token"),
-        ("RAM", f"{_format_bytes(target['ram'])}, {bandwidth}/s, NUMA nodes: {target['numa']}"),
-        ("GPUs", cards + (f", {_format_bytes(target['gpu_bandwidth'])}/s" if target["vram"] else "")),
-        ("disk", f"{_format_bytes(target['disk'])} free"),
+        ("RAM", f"{size(target['ram'])}, {bandwidth}, NUMA nodes: {target['numa']}"),
+        ("GPUs", cards + (f", {target['gpu_bandwidth'] / 1e9:.1f} GB/s" if target["vram"] else "")),
+        ("disk", f"{size(target['disk'])} free"),
         ("sequences", cache + ("" if document["cache_known"] else "; the config describes no attention: no KV cache")),
         ("runtime", document["runtime"]),
     ]
@@ -294,9 +292,9 @@ def _choice_row(choice: dict[str, Any]) -> tuple[str, ...]:
         _name(choice),
         choice["rest"],
         str(choice["gpu_experts"]),
-        _format_bytes(choice["ram"]),
-        _format_bytes(choice["vram"]) if choice["vram"] else "-",
-        _format_bytes(choice["disk"]) if choice["disk"] else "-",
+        size(choice["ram"]),
+        size(choice["vram"]) if choice["vram"] else "-",
+        size(choice["disk"]) if choice["disk"] else "-",
         duration(choice["seconds"]) if choice["seconds"] else "-",
         f"{choice['tokens_per_second']:.1f}",
         f"{choice['loss']:.4f}" if choice["loss"] else "none",
@@ -310,14 +308,8 @@ def _name(choice: dict[str, Any]) -> str:
 
 def _explain_choice(choice: dict[str, Any]) -> list[str]:
     rows = [
-        (label, ", ".join(f"{part} {_format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes))
+        (label, ", ".join(f"{part} {size(nbytes)}" for part, nbytes in parts.items() if nbytes))
         for label, parts in (("RAM", choice["ram_parts"]), ("each GPU", choice["vram_parts"]))
         if parts
     ]
     return [f"{_name(choice)}, rest {choice['rest']}", *format_table([*rows, ("limit", choice["limit"])], "  ")]
-
-
-def _format_bytes(nbytes: float) -> str:
-    from ktconvert.pipeline.fit.estimate import format_bytes
-
-    return format_bytes(nbytes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import formats_by_option, mixed
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import CALIBRATE, is_output, is_statistics, open_output
 from ktconvert.layouts.outputs.output import list_files
@@ -23,7 +24,7 @@ from ktconvert.layouts.statistics.folder import COUNTS, read_counts
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.paths import find_output, locate
-from ktconvert.pipeline.engine.plan import CONFIG
+from ktconvert.pipeline.engine.plan import CONFIG, SavedPlan
 from ktconvert.pipeline.report.text import plural, summarize
 
 CHECKPOINT = "checkpoint"
@@ -164,11 +165,21 @@ def _read_conversion(model: LocalModel, path: Path) -> LocalModel:
         model,
         path=str(output.absolute()),
         kind=KINDS.get(saved.command, saved.command),
-        method=str(saved.settings.get("quant_method") or ""),
+        method=_name_method(saved),
         bytes=status["bytes"],
         state=UNFINISHED,
         detail=f"{status['done']} of {status['units']}",
     )
+
+
+def _name_method(saved: SavedPlan) -> str:
+    """Return the method of an unfinished conversion, as its manifest will name it; "" for one without a method."""
+    settings = saved.settings
+    if settings.get("method_map"):
+        return mixed.NAME
+    word = str(settings.get("quant_type") or settings.get("quant_method") or "")
+    formats = formats_by_option(saved.command, settings.get("layout"))
+    return formats[word].name if word in formats else word
 
 
 def _read_output(model: LocalModel, path: Path) -> LocalModel:

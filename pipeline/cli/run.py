@@ -30,8 +30,6 @@ def run(options: RunOptions) -> None:
       ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --chat
       ktconvert run MODEL --chat    the original experts
     """
-    if options.torch_experts and options.cpu_weights is not None:
-        raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")
     require_one({"--prompt TEXT": options.prompt is not None, "--chat": options.chat})
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")

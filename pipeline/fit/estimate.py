@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ktconvert.layouts.checkpoints.attention import NO_ATTENTION, AttentionBytes, LayerCache
 from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
+from ktconvert.pipeline.report.text import size
 
 SGLANG, KTCONVERT = RUNTIMES
 QUALITY = PREFERENCES[0]
@@ -39,7 +40,6 @@ CORE_CONVERSION = 0.6e9  # bytes of the source that a core converts
 DISK_RATE = 1e9  # bytes that a disk reads or writes
 USUAL_CONTEXT = 32768  # tokens of a sequence
 SIMILAR_SPEED, SIMILAR_LOSS = 1.05, 1.25  # ratios of values that count as equal
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 NO_LOSS = 0.001  # nats; arithmetic alone causes 0.0002 to 0.0006
 
 
@@ -325,12 +325,12 @@ class Predictor:
     def _explain_problem(self, ram: int, vram: dict[str, int], disk: int) -> str:
         machine = self.machine
         if vram and sum(vram.values()) > self.card:
-            parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in vram.items() if nbytes)
-            needed = format_bytes(sum(vram.values()))
-            return f"needs {needed} of memory on each GPU ({parts}), and a GPU has {format_bytes(self.card)}"
+            parts = ", ".join(f"{part} {size(nbytes)}" for part, nbytes in vram.items() if nbytes)
+            needed = size(sum(vram.values()))
+            return f"needs {needed} of memory on each GPU ({parts}), and a GPU has {size(self.card)}"
         for name, needed_bytes, available in (("RAM", ram, machine.ram), ("free disk space", disk, machine.disk)):
             if needed_bytes > available:
-                return f"needs {format_bytes(needed_bytes)} of {name}, and the machine has {format_bytes(available)}"
+                return f"needs {size(needed_bytes)} of {name}, and the machine has {size(available)}"
         return ""
 
     def _explain_limit(self, rest: RestForm, count: int, vram: dict[str, int]) -> str:
@@ -342,10 +342,7 @@ class Predictor:
             return "all experts are on the GPU"
         more = self._gpu_bytes(rest, count + 1) - vram["experts"]
         free = max(0, self.card - sum(vram.values()))
-        return (
-            f"{count + 1} experts per layer on the GPU need {format_bytes(more)} more on each GPU, "
-            f"and {format_bytes(free)} are free"
-        )
+        return f"{count + 1} experts per layer on the GPU need {size(more)} more on each GPU, and {size(free)} are free"
 
 
 def predict_cpu_rate(form: ExpertForm, bandwidth: float, cores: int | None) -> float:
@@ -354,12 +351,6 @@ def predict_cpu_rate(form: ExpertForm, bandwidth: float, cores: int | None) -> f
     cores  number of those that reached the bandwidth when it was measured; None: it was given
     """
     return CPU_SHARE * bandwidth if cores is None else min(READ_SHARE * bandwidth, form.core_rate * cores)
-
-
-def format_bytes(nbytes: float) -> str:
-    """Return a number of bytes as text, in GB, MB or KB as vendors count them."""
-    unit, name = next((row for row in UNITS if nbytes >= row[0]), UNITS[-1])
-    return f"{nbytes / unit:.1f} {name}"
 
 
 def list_choices(shape: ModelShape, machine: Machine, use: Use) -> list[Choice]:

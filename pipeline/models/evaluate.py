@@ -2,7 +2,7 @@
 
 Both models are in memory at once. A model converted for the CPU computes with the converted files and shares all other
 weights with the original; one converted for the GPU is complete, with its experts unpacked. The models read the text
-window by window, and the logits of both for one window are in memory.
+sequence by sequence, and the logits of both for one sequence are in memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 CHUNK = 32  # positions whose distributions are in memory as float64 at a time
 
 
-class Windows(NamedTuple):
-    """A text in windows without overlap, ids [windows, window], and the numbers of unused tokens before and after."""
+class Sequences(NamedTuple):
+    """The sequences of a text, ids [count, length], without overlap; numbers of unused tokens before and after them."""
 
     ids: npt.NDArray[np.int64]
     tokens_before: int
@@ -67,7 +67,7 @@ class ExpertsError:
 
 
 class Evaluation(NamedTuple):
-    """The result for all windows.
+    """The result for all sequences.
 
     layers  errors of the experts, in the order of the layers
     """
@@ -87,14 +87,14 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is not UTF-8 text ({error}); give --text a text file.") from error
 
 
-def cut_windows(
-    choice: loading.ModelChoice, text: str, source: Path, window: int, max_windows: int | None, skip: int = 0
-) -> Windows:
-    """Return the tokens of a text in windows: at most `max_windows` after the first `skip`.
+def cut_sequences(
+    choice: loading.ModelChoice, text: str, source: Path, length: int, max_sequences: int | None, skip: int = 0
+) -> Sequences:
+    """Return the tokens of a text in sequences: at most `max_sequences` after the first `skip`.
 
-    window  number of tokens of a window
+    length  number of tokens of a sequence
 
-    Raises InputError if no window remains, UsageError for windows longer than the model can read.
+    Raises InputError if no sequence remains, UsageError for sequences longer than the model can read.
     """
     config = loading.prepare_config(choice)
     import transformers
@@ -102,19 +102,19 @@ def cut_windows(
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
     limit = loading.context_length(config)
-    if limit is not None and window > limit:
+    if limit is not None and length > limit:
         problem = f"the context of the model is {limit} tokens ({loading.CONTEXT_LENGTH})"
-        raise UsageError(f"--window {window}: {problem}; give a smaller one.")
+        raise UsageError(f"--sequence-length {length}: {problem}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
-    count = len(ids) // window - skip
+    count = len(ids) // length - skip
     if count < 1:
-        problem = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
-        remedy = "give a longer text, or a smaller --window" + (" or --skip-windows" if skip else "")
-        raise InputError(f"{source}: has {len(ids)} tokens, which is {problem}: {remedy}.")
-    first = skip * window
-    count = min(count, max_windows or count)
-    last = first + count * window
-    return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
+        excess = f"no sequence of {length} after the first {skip}" if skip else f"less than one sequence of {length}"
+        remedy = "give a longer text, or a smaller --sequence-length" + (" or --skip-sequences" if skip else "")
+        raise InputError(f"{source}: has {len(ids)} tokens, which is {excess}: {remedy}.")
+    first = skip * length
+    count = min(count, max_sequences or count)
+    last = first + count * length
+    return Sequences(ids[first:last].reshape(count, length), first, len(ids) - last)
 
 
 def gpu_method(gpu_weights: Path) -> str:
@@ -156,14 +156,14 @@ def _architecture(model: Any) -> tuple[Any, ...]:
     return type(model), *(getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
 
 
-def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[[int], None]) -> Evaluation:
-    """Return the errors of the converted model for all windows. advance(n): called after each n tokens."""
+def evaluate(original: Any, converted: Any, sequences: Sequences, advance: Callable[[int], None]) -> Evaluation:
+    """Return the errors of the converted model for all sequences. advance(n): called after each n tokens."""
     import torch
 
     begin = time.monotonic()
     errors: list[PredictionErrors] = []
     with torch.inference_mode(), compare_experts(original, converted) as layers:
-        for ids in torch.from_numpy(windows.ids):
+        for ids in torch.from_numpy(sequences.ids):
             first, second = (model(input_ids=ids[None], use_cache=False).logits[0] for model in (original, converted))
             errors.append(compare_logits(first[:-1], second[:-1], ids[1:]))
             advance(len(ids))
@@ -233,9 +233,9 @@ def expert_methods(converted: Any) -> str:
     return ", ".join(dict.fromkeys(methods))
 
 
-def build_report(options: EvalOptions, windows: Windows, evaluation: Evaluation, method: str) -> dict[str, Any]:
+def build_report(options: EvalOptions, sequences: Sequences, evaluation: Evaluation, method: str) -> dict[str, Any]:
     """Return the document that --json prints."""
-    count, window = windows.ids.shape
+    count, length = sequences.ids.shape
     errors = evaluation.errors
     return {
         "event": "evaluated",
@@ -244,12 +244,12 @@ def build_report(options: EvalOptions, windows: Windows, evaluation: Evaluation,
         "gpu_weights": options.gpu_weights and str(options.gpu_weights),
         "method": method,
         "text": str(options.text),
-        "tokens": windows.tokens_before + int(windows.ids.size) + windows.tokens_after,
-        "window": window,
-        "skip_windows": windows.tokens_before // window,
-        "windows": count,
-        "skipped_tokens": windows.tokens_after,
-        "positions": count * (window - 1),  # the first token of a window has no prediction
+        "tokens": sequences.tokens_before + int(sequences.ids.size) + sequences.tokens_after,
+        "sequence_length": length,
+        "skip_sequences": sequences.tokens_before // length,
+        "sequences": count,
+        "skipped_tokens": sequences.tokens_after,
+        "positions": count * (length - 1),  # the first token of a sequence has no prediction
         "perplexity": {name: float(np.exp(getattr(errors, name).mean())) for name in ("original", "converted")},
         "kl": {
             "mean": float(errors.divergence.mean()),
@@ -268,14 +268,14 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     converted = report["perplexity"]["converted"]
     kl = report["kl"]
     skipped = f"the last {report['skipped_tokens']} of {report['tokens']} tokens skipped"
-    if report["skip_windows"]:
-        skipped = f"the first {report['skip_windows'] * report['window']} and {skipped}"
+    if report["skip_sequences"]:
+        skipped = f"the first {report['skip_sequences'] * report['sequence_length']} and {skipped}"
     weights_label = "CPU weights" if report["cpu_weights"] else "GPU weights"
-    windows = f"{plural(report['windows'], 'window')} of {report['window']} tokens without overlap"
+    sequences = f"{plural(report['sequences'], 'sequence')} of {report['sequence_length']} tokens without overlap"
     return [
         ("model", report["model"]),
         (weights_label, f"{report['cpu_weights'] or report['gpu_weights']} ({report['method']})"),
-        ("text", f"{report['text']}: {windows}, {skipped}"),
+        ("text", f"{report['text']}: {sequences}, {skipped}"),
         (
             "perplexity",
             f"{original:.4f} original, {converted:.4f} converted ({100 * (converted / original - 1):+.2f} %)",

@@ -61,7 +61,7 @@ def count_steps(options: TrainOptions, rows: int) -> int:
     """Return the number of training steps for this number of sequences."""
     schedule = options.schedule_options
     per_epoch = math.ceil(math.ceil(rows / schedule.batch_size) / schedule.gradient_accumulation)
-    return schedule.max_steps or max(1, math.ceil(schedule.epochs * per_epoch))
+    return schedule.max_steps or max(1, math.ceil((schedule.epochs or 1) * per_epoch))
 
 
 def read_data(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> list[Rows]:

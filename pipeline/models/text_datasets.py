@@ -57,8 +57,8 @@ def describe_dataset(options: Samples) -> DatasetFacts:
         "dataset": dataset.name if dataset.is_absolute() else options.dataset,
         "split": options.dataset_split,
         "samples": options.num_calibration_samples,
-        "max_length": options.max_sequence_length,
-        "seed": options.random_seed,
+        "max_length": options.sequence_length,
+        "seed": options.seed,
     }
 
 
@@ -92,17 +92,17 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
             limit = options.num_calibration_samples - len(rows)
             if file_kind(file) == "text":
                 lines = (row["text"] for row in read_rows(file, cache))
-                rows += _cut_text(lines, tokenizer, options.max_sequence_length, limit)
+                rows += _cut_text(lines, tokenizer, options.sequence_length, limit)
             else:
-                rows += _encode_rows(read_rows(file, cache, limit), tokenizer, options.max_sequence_length, str(file))
+                rows += _encode_rows(read_rows(file, cache, limit), tokenizer, options.sequence_length, str(file))
             if len(rows) >= options.num_calibration_samples:
                 break
         if not files:
             hub_rows = read_hub_rows(
                 options.dataset, options.dataset_split, options.num_calibration_samples, cache, note
             )
-            rows = _encode_rows(hub_rows, tokenizer, options.max_sequence_length, options.dataset)
-    order = np.random.default_rng(options.random_seed).permutation(len(rows))  # the order of Dataset.shuffle(seed)
+            rows = _encode_rows(hub_rows, tokenizer, options.sequence_length, options.dataset)
+    order = np.random.default_rng(options.seed).permutation(len(rows))  # the order of Dataset.shuffle(seed)
     samples = [rows[index] for index in order if rows[index].size]
     if not samples:
         raise InputError(f"{options.dataset}: has no tokens; set --dataset to a data set with text")

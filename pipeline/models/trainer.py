@@ -49,8 +49,8 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
         dataset=dataset,
         dataset_split=options.dataset_split,
         num_calibration_samples=NO_LIMIT,
-        max_sequence_length=NO_LIMIT,
-        random_seed=seed,
+        sequence_length=NO_LIMIT,
+        seed=seed,
     )
     samples = read_samples(settings, tokenizer, note)
     separator = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]
@@ -143,7 +143,7 @@ def make_trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool)
     with hide_renamings():
         return transformers.TrainingArguments(
             output_dir=str(folder),
-            num_train_epochs=schedule.epochs,
+            num_train_epochs=schedule.epochs or 1,
             max_steps=schedule.max_steps or -1,
             per_device_train_batch_size=schedule.batch_size,
             per_device_eval_batch_size=schedule.batch_size,

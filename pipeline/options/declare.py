@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args,
 import click
 import msgspec
 
-from ktconvert.layouts.errors import ArgumentError, CallError
+from ktconvert.layouts.errors import ArgumentError, CallError, UsageError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import (
     ChoiceList,
@@ -83,6 +83,7 @@ class Option:
     aliases   other spellings, such as kt-kernel's; only --help-all lists them
     argument  name of the positional argument that may replace the flags; without flags, the field's name
     unset     shown as the default if None, False or an empty text would not explain it
+    excludes  name of the option of the same command that must not be given, too
     ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect
     group     heading in --help
     """
@@ -94,6 +95,7 @@ class Option:
     effect: Effect = Effect.CALL
     argument: str | None = None
     unset: str | None = None
+    excludes: str | None = None
     ignored: str | None = None
     group: Group = Group.OPTIONS
 
@@ -262,7 +264,10 @@ def _option_names(cls: type[Options]) -> set[str]:
 
 
 def build(cls: type[O], values: Mapping[str, Any]) -> O:
-    """Return a settings object from values by name, with defaults for the others. Raises TypeError for other names."""
+    """Return a settings object from values by name, with defaults for the others.
+
+    Raises TypeError for other names, UsageError for options that exclude each other.
+    """
     if unknown := sorted({*values} - _option_names(cls)):
         raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}")
     arguments: dict[str, Any] = {}
@@ -274,7 +279,13 @@ def build(cls: type[O], values: Mapping[str, Any]) -> O:
             arguments[name] = with_values(group, **group_values)
         elif name in values:
             arguments[name] = values[name]
-    return cls(**arguments)
+    options = cls(**arguments)
+    given = {each.name: each for each in option_fields(cls) if each.get(options) != each.default}
+    for option_field in given.values():
+        declaration = option_field.declaration
+        if isinstance(declaration, Option) and (other := given.get(declaration.excludes or "")):
+            raise UsageError(f"{other.flag} and {option_field.flag} exclude each other; give one of them.")
+    return options
 
 
 def with_values(options: O, **values: Any) -> O:

@@ -80,9 +80,9 @@ class EvalOptions(ModelOptions):
     )
     adapter: Path | None = declare(ADAPTER)
     text: Path = option("UTF-8 text file that both models read.", FilePath(), default=REQUIRED, aliases=("--dataset",))
-    window: int = option("Number of tokens per window.", Integer(min=2), default=512)
-    skip_windows: int = option("Number of windows to skip at the beginning.", Integer(min=0), default=0)
-    max_windows: int | None = option("Maximum number of windows to read.", Integer(min=1), unset="all")
+    sequence_length: int = option("Number of tokens per sequence.", Integer(min=2), default=512)
+    skip_sequences: int = option("Number of sequences to skip at the beginning.", Integer(min=0), default=0)
+    max_sequences: int | None = option("Maximum number of sequences to read.", Integer(min=1), unset="all")
     hub: Hub = Hub()
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
@@ -90,7 +90,10 @@ class EvalOptions(ModelOptions):
 
 class RunOptions(ModelOptions):
     torch_experts: bool = option(
-        "Let transformers compute the experts, for comparison.", default=False, group=Group.EXPERTS
+        "Let transformers compute the experts, for comparison.",
+        default=False,
+        excludes="cpu_weights",
+        group=Group.EXPERTS,
     )
     gpu_experts: GpuExperts = GpuExperts()
     adapter: Path | None = declare(ADAPTER)
@@ -143,8 +146,12 @@ class LoraOptions(Options):
 
 
 class Schedule(Options):
-    epochs: float = files_option("Number of epochs.", FiniteFloat(min=0.001), default=1.0, group=Group.TRAINING)
-    max_steps: int | None = files_option("Number of steps (instead of --epochs).", Integer(min=1), group=Group.TRAINING)
+    epochs: float | None = files_option(
+        "Number of epochs.", FiniteFloat(min=0.001), unset="1, without --max-steps", group=Group.TRAINING
+    )
+    max_steps: int | None = files_option(
+        "Number of steps (instead of --epochs).", Integer(min=1), excludes="epochs", group=Group.TRAINING
+    )
     sequence_length: int = files_option(
         "Number of tokens per sequence; texts are packed into sequences.",
         Integer(min=2),

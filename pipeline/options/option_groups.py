@@ -88,7 +88,11 @@ class Reporting(Options):
         "Print only warnings and errors.", flags=("-q", "--quiet"), default=False, group=Group.REPORTING
     )
     verbose: bool = option(
-        "Print all notes, and more details.", flags=("-v", "--verbose"), default=False, group=Group.REPORTING
+        "Print all notes, and more details.",
+        flags=("-v", "--verbose"),
+        default=False,
+        excludes="quiet",
+        group=Group.REPORTING,
     )
 
     @property
@@ -244,16 +248,15 @@ class ImportanceFile(Options):
     statistics: Path | None = tuning_option(
         "Folder of `calibrate`, for --scale imatrix or mse (not with --imatrix).",
         FilePath(absolute=True),
+        excludes="imatrix",
         group=Group.QUANTIZATION,
     )
 
     @property
     def file(self) -> Path | None:
-        """The file that one of the options names. Raises UsageError if both are given."""
+        """The file that one of the options names."""
         from ktconvert.layouts.statistics.folder import IMATRIX
 
-        if self.imatrix is not None and self.statistics is not None:
-            raise UsageError("--imatrix and --statistics exclude each other; give one of them.")
         return self.imatrix if self.statistics is None else self.statistics / IMATRIX
 
 
@@ -271,11 +274,19 @@ class Samples(Options):
     num_calibration_samples: int = weights_option(
         "Number of samples.", Integer(min=1), default=512, group=Group.CALIBRATION
     )
-    max_sequence_length: int = weights_option(
-        "Number of tokens at which a sample is cut.", Integer(min=2), default=2048, group=Group.CALIBRATION_DETAILS
+    sequence_length: int = weights_option(
+        "Number of tokens at which a sample is cut.",
+        Integer(min=2),
+        default=2048,
+        group=Group.CALIBRATION_DETAILS,
+        aliases=("--max-sequence-length",),
     )
-    random_seed: int = weights_option(
-        "Seed for the order of samples.", Integer(min=0), default=42, group=Group.CALIBRATION_DETAILS
+    seed: int = weights_option(
+        "Seed for the order of samples.",
+        Integer(min=0),
+        default=42,
+        group=Group.CALIBRATION_DETAILS,
+        aliases=("--random-seed",),
     )
 
 

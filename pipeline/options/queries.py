@@ -24,6 +24,7 @@ from ktconvert.pipeline.options.option_groups import (
     ImportanceFile,
     Reporting,
     Workers,
+    output_option,
 )
 from ktconvert.pipeline.options.types import (
     FilePath,
@@ -61,13 +62,7 @@ class BenchOptions(Options):
 class ConvertAdapterOptions(Options):
     adapter: Path = option("Adapter of kt-kernel.", FilePath(absolute=True), argument="adapter", default=REQUIRED)
     model: str = option(CHECKPOINT, PathOrHubId(absolute=True), default=REQUIRED)
-    output: Path = option(
-        "Output directory; it must not exist.",
-        OutputPath(absolute=True),
-        flags=("-o", "--output"),
-        default=REQUIRED,
-        group=Group.OUTPUT,
-    )
+    output: Path = output_option("out", help="Output directory; it must not exist.")
     hub: Hub = Hub()
     as_json: bool = declare(AS_JSON, default=False)
 
@@ -120,7 +115,7 @@ class Target(Options):
 
     ram: int | None = option("Main memory of the server.", Size(), unset="this machine's")
     vram: Any = option("Memory of each GPU, such as 24GB,24GB; 0 for none.", SizeList(), unset="this machine's GPUs")
-    gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text())
+    gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text(), excludes="vram")
     numa: int | None = option("Number of NUMA nodes.", Integer(min=1), unset="this machine's")
     disk: int | None = option("Free disk space.", Size(), unset="free space of the current directory")
     context: int | None = option(
@@ -283,5 +278,5 @@ class VerifyOptions(Options, command="verify"):
 
     @property
     def page_statistics(self) -> Path | None:
-        """The folder with counts for the HTML page. Raises UsageError if --imatrix is given, too."""
-        return None if self.importance.file is None or self.report is None else self.importance.statistics
+        """The folder with counts for the HTML page."""
+        return None if self.report is None else self.importance.statistics

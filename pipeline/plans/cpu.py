@@ -45,6 +45,7 @@ METADATA = ("method", "layout_version", "numa", "functions")  # facts in every s
 def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
     """Build the plan from headers; read no weights, except a sample for `--method-map auto`, with progress."""
     fmt = _choose_format(options)
+    layout = options.layout
     options = with_values(options, layout=fmt.arrangement.layout)
     options = expert_plan.prepare_options(options)
     source = checkpoint.open_source(options, options.config)
@@ -71,7 +72,7 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
         recorded_values[f"{statistics.manifest_key}_sha256"] = statistics.sha256
     options = with_values(options, **recorded_values)
     layers = checkpoint.parse_layers(options.layers, model.layers)
-    alternatives = formats_by_option("cpu", fmt.arrangement.layout).values()
+    alternatives = formats_by_option("cpu", fmt.arrangement.layout if options.method_map else layout).values()
     comparable = [
         alternative for alternative in alternatives if alternative.backward or not options.save_backward_weights
     ]

@@ -196,22 +196,29 @@ class Reporter:
 
     def set_current(self, unit: str) -> None:
         """Set the unit that is shown as the current one."""
-        self._current = unit
+        with self._lock:
+            self._current = unit
+            self._update_bar()
 
     def finish_unit(self, chained_bytes: int | None = None) -> None:
         """Count one more finished unit.
 
-        chained_bytes  bytes of input of a unit in a chain, 0 for preparations; None for other units
+        chained_bytes  bytes of input of a unit in a chain, 0 for its samples and statistics; None for other units
         """
         with self._lock:
             self._units_done += 1
             now = time.monotonic()
-            if chained_bytes == 0:  # the samples of a calibration
+            if chained_bytes is not None:
+                if chained_bytes:
+                    done, seconds = self._measured
+                    self._measured = (done + chained_bytes, seconds + now - self._clock)
                 self._clock = now
-            elif chained_bytes is not None:
-                self._measured = (self._measured[0] + chained_bytes, now - self._clock)
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, description=self._status())
+            self._update_bar()
+
+    def _update_bar(self, advance: int = 0) -> None:
+        """Show the current unit, and bytes that are done, in the bar if there is one; the caller holds the lock."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, advance=advance, description=self._status())
 
     def _status(self) -> str:
         return escape(f"{self._units_done}/{self._units} {self._current}" if self._units else self._current)
@@ -235,8 +242,8 @@ class Reporter:
             self._done_here += nbytes
             if self._on_progress is not None:
                 self._on_progress(self._done, self._total)
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, advance=nbytes, description=self._status())
+            self._update_bar(nbytes)
+            if self._bar is not None:
                 return
             now = time.monotonic()
             if now - self._last_line < LINE_EVERY:
@@ -260,24 +267,31 @@ class Reporter:
         self._print(f"{'  '.join(self._list_figures(now))}  {self._status()}")
 
     def _measure_speed(self, now: float) -> tuple[float, float | None]:
-        """Return bytes of input per second, and the remaining seconds; (0, None) before the first are measured."""
+        """Return bytes of input per second, and the remaining seconds.
+
+        These are None, as unknown, before a unit is measured, and when one takes longer than those before it.
+        """
         done, seconds = self._measured if self._in_chains else (self._done_here, now - self._clock)
         if not done:
             return 0.0, None
         rate = done / max(seconds, 1e-9)
-        return rate, max(0.0, (self._to_measure - done) / rate - (now - self._clock - seconds))
+        remaining = max(0, self._to_measure - done) / rate
+        since = now - self._clock if self._in_chains else 0.0  # time in the current unit
+        if remaining == 0:
+            return rate, 0.0
+        return rate, remaining - since if since < remaining else None
 
     def _list_figures(self, now: float) -> list[str]:
         """Return figures on the progress for people, the most important ones first."""
         rate, eta = self._measure_speed(now)
-        speed = [] if eta is None else [f"{self._amount(rate)}/s"]
+        speed = [f"{self._amount(rate)}/s"] if rate else []
         download = []
         if self._read_download is not None:
             downloaded, held = self._read_download()
             download = [f"{size(downloaded)} fetched", f"{size(held)} on disk"]
         return [
             f"{100 * self._done / max(self._total, 1):.0f} %",
-            f"ETA {'unknown' if eta is None else duration(eta)}",
+            *([] if self._done >= self._total else [f"ETA {'unknown' if eta is None else duration(eta)}"]),
             *download,
             *speed,
             f"{self._amount(self._done)} of {self._amount(self._total)}",

@@ -160,7 +160,7 @@ def write_logits(packed: str, converted: str, out: str) -> None:
 def gptq_on_the_gpu(folder: Path) -> str:
     """Compare the codes of GPTQ by GPU and CPU: a different order of sums moves few of them by one."""
     codes, seconds = {}, {}
-    options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--max-sequence-length", 256, "-q"]
+    options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--sequence-length", 256, "-q"]
     for device, device_options in (("cuda", []), ("cpu", ["--force-cpu"])):
         start = time.monotonic()
         ktconvert("gpu", "-i", EXAMPLE, "-o", folder / device, "--quant-type", "W4A16", *options, *device_options)
@@ -182,7 +182,7 @@ def gptq_on_the_gpu(folder: Path) -> str:
 def calibrate_on_the_gpu(folder: Path) -> str:
     """Compare token counts of experts by GPU and CPU."""
     counts = {}
-    options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--max-sequence-length", 256, "-q"]
+    options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--sequence-length", 256, "-q"]
     for device, device_options in (("cuda", []), ("cpu", ["--force-cpu"])):
         ktconvert("calibrate", EXAMPLE, "-o", folder / device, *options, *device_options)
         (tensor,) = read_file(folder / device / "counts.safetensors").values()

@@ -134,7 +134,7 @@ def write_dataset(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path
 
 def data_options(dataset: Path, threads: int = 1) -> list[str]:
     """Return the options for calibration data that all commands share."""
-    options = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
+    options = ["--dataset", str(dataset), "--sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
     return [*options, "--force-cpu"]
 
 

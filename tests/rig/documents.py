@@ -750,7 +750,7 @@ def tokenizer() -> Any:
 def read_dataset(_: Inputs, path: Path) -> None:
     from ktconvert.pipeline.models.text_datasets import read_samples
 
-    options = Samples(dataset=str(path), num_calibration_samples=4, max_sequence_length=16)
+    options = Samples(dataset=str(path), num_calibration_samples=4, sequence_length=16)
     read_samples(options, tokenizer())
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import ktconvert
 from ktconvert._functions import group_options, write_default
+from ktconvert.native_quant.runtime.converted_experts import MEMORY
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.queries import VerifyOptions
 
-OPTIONS = "\nOptions of "  # begins the part of a docstring that the page has as tables
+OPTIONS = "\nOptions ("  # begins the part of a docstring that the page has as tables
 TABLES = re.compile(r"^(<!-- options -->\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
 SECTION = re.compile(r"^(#{3,4} `([\w.]+)`\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
 CONSTRUCTED = {"KTConvertConfig", "KTMoEWrapper"}  # classes that programs call; functions return the others
+ALIASES = {"Memory": MEMORY, "Activations": ACTIVATIONS}
 WIDTH = 110  # of a signature; a longer one has a line for each parameter
 DUNDER = re.compile(r"(?<![`\w/])[\w/.]*__\w+__[\w.]*")  # would be bold
 NAMES = re.compile(r"^((?:[a-z_]\w*)(?:, [a-z_]\w*)*)\n {6,}(?=\S)", re.MULTILINE)  # their meaning is in the next line
@@ -58,7 +61,7 @@ def write_signature(name: str, function: Callable[..., Any]) -> str:
         before, after = parameters[:index], parameters[index + 1 :]
         if parameter.kind is parameter.KEYWORD_ONLY and all(each.kind is not parameter.kind for each in before):
             words.append("*")
-        words.append(str(parameter.replace(annotation=_Text(parameter.annotation))))
+        words.append(str(parameter.replace(annotation=_Text(_spell_aliases(parameter.annotation)))))
         if parameter.kind is parameter.POSITIONAL_ONLY and all(each.kind is not parameter.kind for each in after):
             words.append("/")
     result = "" if isinstance(function, type) else f" -> {signature.return_annotation}"
@@ -66,6 +69,11 @@ def write_signature(name: str, function: Callable[..., Any]) -> str:
     if len(line) <= WIDTH:
         return line
     return "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){result}"])
+
+
+def _spell_aliases(annotation: str) -> str:
+    """Return an annotation with the words of each alias of ours in its place."""
+    return re.sub("|".join(ALIASES), lambda match: f"Literal{list(ALIASES[match[0]])}", annotation)
 
 
 class _Text(str):
