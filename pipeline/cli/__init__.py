@@ -94,6 +94,7 @@ OTHER_OPTIONS = {
     "--max-tokens": "--max-sequences",
     "--method": "--quant-method",
     "--quant-type": "--quant-method",
+    "--random-seed": "--seed",
 }
 MAX_OWNERS = 4  # commands to name for an option that another command lacks
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
