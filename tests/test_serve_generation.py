@@ -18,6 +18,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models import generating, loading
+from ktconvert.pipeline.models.serving.listener import open_listener
 from rig.conversion import run_in_process
 from rig.safetensors import edit_file
 from rig.served import PATIENCE, RunningServer, copy_with_template, free_port, serve_in_process, start_server
@@ -291,12 +292,16 @@ def test_converted_experts_give_the_same_text(server, cli, example, tmp_path):
             assert answers(running, model, WORDS) == said
 
 
-def test_serve_reports_a_used_port_before_loading(example, tmp_path):
+def test_serve_holds_its_port_while_it_loads(example, monkeypatch, tmp_path):
     """Loading a model may take minutes."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = run_in_process("serve", example, "--port", port).exception
     assert str(error).startswith(f"127.0.0.1:{port}: cannot listen (Address already in use); ")
+    holder = "ktconvert.pipeline.models.serving.server.load_application"
+    monkeypatch.setattr(holder, lambda *_, **__: open_listener("127.0.0.1", port, "none is free"))
+    error = run_in_process("serve", example, "--port", port).exception
+    assert str(error) == f"127.0.0.1:{port}: cannot listen (Address already in use); none is free"  # while it loads
     error = run_in_process("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
     assert isinstance(error, InputError) and str(error).startswith(f"{tmp_path / 'nowhere'}: does not exist")
 

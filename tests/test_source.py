@@ -211,6 +211,7 @@ BILLION = "model-00001-of-999999999.safetensors"
         (lambda root: several_indexes(root), f"several indexes .a.*, b.*; copy the one to convert to {INDEX}"),
         (lambda root: shard(root, 1).write_text(POINTER), "Git LFS pointer"),
         (lambda root: (root / INDEX).write_text(POINTER), "Git LFS pointer, not the index"),
+        (lambda root: shard(root, 1).write_text("<!DOCTYPE html>\n<html lang=en>"), "a web page, not the weights"),
         (lambda root: only(root, "x"), r"has no \.safetensors"),
         (lambda root: special(root, os.mkfifo), "not a regular file"),
         (lambda root: special(root, os.mkdir), "not a regular file|cannot be"),

@@ -145,18 +145,27 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path):
 
 
 def test_steps_run_again_from_the_first_one_whose_output_was_removed(tmp_path):
-    """The port is in use, so that no server starts."""
+    require_server_packages()
+    folder, log = tmp_path / "server", tmp_path / "log"
+    begin = ("up", str(EXAMPLE), "-o", str(folder))
+    weights = folder / "qwen3-moe-small-AMXINT4"
+    with start_command(log, *begin, *OPTIONS, "--yes"):
+        before = conversion.tree(weights)
+    shutil.rmtree(weights)
+    with start_command(log, *begin):
+        assert "(finished)" not in log.read_text()
+        assert conversion.tree(weights).keys() == before.keys()
+
+
+def test_a_used_port_is_reported_before_any_step(tmp_path):
     require_server_packages()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        conversion.check_refusal(up(EXAMPLE, tmp_path, *OPTIONS, "--yes", "--port", port), 1, "cannot listen")
-        weights = tmp_path / "qwen3-moe-small-AMXINT4"
-        before = conversion.tree(weights)
-        shutil.rmtree(weights)
-        done = up(EXAMPLE, tmp_path, "--port", port)
-    conversion.check_refusal(done, 1, "cannot listen")
-    assert "(finished)" not in done.stdout
-    assert conversion.tree(weights).keys() == before.keys()
+        done = up(EXAMPLE, tmp_path / "server", *OPTIONS, "--yes", "--port", port)
+    conversion.check_refusal(
+        done, 1, f"127.0.0.1:{port}: cannot listen (Address already in use); choose a different --port"
+    )
+    assert not (tmp_path / "server").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang would start")

@@ -187,10 +187,12 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
         return InputError(f"{name}: {problem}; if private, run `hf auth login`")
     if (untrusted := explain_certificate(name, e)) is not None:
         return untrusted
-    remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
+    remedy = "correct the path"
+    if not Path(name).parent.is_dir():  # a path rather than the name of a model
+        remedy += f", check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     absent = f"no such file or directory here{suggest_path(name)}"
     problem = f"{absent}, and the model{at} cannot be downloaded"
-    return UnreachableError(f"{name}: {problem}; correct the path, {remedy}")
+    return UnreachableError(f"{name}: {problem}; {remedy}")
 
 
 def suggest_path(text: str) -> str:

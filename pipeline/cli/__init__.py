@@ -22,33 +22,47 @@ from ktconvert.pipeline.report import terminal
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# command -> its line in --help
-COMMANDS: Mapping[str, str] = {
-    "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, RAWINT4, MXFP4, FP8 or BF16 for the CPU.",
-    "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
-    "calibrate": "Measure the inputs of a model's routed experts: importance matrix and routing counts.",
-    "dequantize": "Write a quantized checkpoint as a BF16 release.",
-    "fetch": "Download a model without its routed experts.",
-    "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint.",
-    "convert-adapter": "Write an adapter of kt-kernel as PEFT's.",
-    "merge": "Merge loose per-layer folders of .kt files into safetensors.",
-    "resplit": "Rewrite an output for a different number of NUMA nodes.",
-    "resume": "Finish an interrupted conversion or training.",
-    "status": "Show the progress of a conversion, from any host.",
-    "verify": "Check an output, by itself or against its source or another output.",
-    "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
-    "fit": "Predict which formats of a model fit a machine, how fast and how accurate, and print the commands.",
-    "up": "Set up a model and serve it, with the commands that `fit` prints.",
-    "models": "List local checkpoints and outputs, or compare a checkpoint with the hub and repair it.",
-    "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",
-    "experts": "Choose hot experts by their routing counts.",
-    "train": "Train a LoRA adapter with converted experts.",
-    "run": "Generate text with converted experts.",
-    "serve": "Serve a model with converted experts to OpenAI clients.",
-    "eval": "Measure the accuracy of converted experts: perplexity, divergence, error per layer.",
-    "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
-    "version": "Show versions, the build, and instruction sets.",
+# heading of --help -> its commands -> their lines
+HEADINGS: Mapping[str, Mapping[str, str]] = {
+    "Choose": {
+        "fit": "Predict which formats of a model fit a machine, how fast and how accurate, and print the commands.",
+        "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
+        "models": "List local checkpoints and outputs, or compare a checkpoint with the hub and repair it.",
+    },
+    "Convert": {
+        "cpu": "Convert a checkpoint's routed experts to AMX INT4/INT8, RAWINT4, MXFP4, FP8 or BF16 for the CPU.",
+        "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
+        "dequantize": "Write a quantized checkpoint as a BF16 release.",
+        "fetch": "Download a model without its routed experts.",
+        "resume": "Finish an interrupted conversion or training.",
+        "status": "Show the progress of a conversion, from any host.",
+        "verify": "Check an output, by itself or against its source or another output.",
+        "merge": "Merge loose per-layer folders of .kt files into safetensors.",
+        "resplit": "Rewrite an output for a different number of NUMA nodes.",
+    },
+    "Calibrate": {
+        "calibrate": "Measure the inputs of a model's routed experts: importance matrix and routing counts.",
+        "experts": "Choose hot experts by their routing counts.",
+    },
+    "Run": {
+        "up": "Set up a model and serve it, with the commands that `fit` prints.",
+        "run": "Generate text with converted experts.",
+        "serve": "Serve a model with converted experts to OpenAI clients.",
+        "eval": "Measure the accuracy of converted experts: perplexity, divergence, error per layer.",
+    },
+    "Train": {
+        "train": "Train a LoRA adapter with converted experts.",
+        "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint.",
+        "convert-adapter": "Write an adapter of kt-kernel as PEFT's.",
+    },
+    "This machine": {
+        "doctor": "Describe this machine, and print the kt-kernel flags that fit it.",
+        "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",
+        "version": "Show versions, the build, and instruction sets.",
+    },
 }
+COMMANDS = {name: text for commands in HEADINGS.values() for name, text in commands.items()}
+
 
 # The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
@@ -72,11 +86,12 @@ Exit codes:
 
 \b
 Examples:
-  ktconvert inspect Qwen/Qwen3-30B-A3B
+  ktconvert up Qwen/Qwen3-30B-A3B    all steps from a name to a server
   ktconvert cpu MODEL OUT --quant-method int8
   ktconvert gpu MODEL OUT --quant-method RTN --quant-type W4A16
   ktconvert resume OUT
   ktconvert verify OUT --against MODEL
+  ktconvert serve MODEL --cpu-weights OUT
 """
 
 # Words that people try for a command -> what they mean
@@ -149,8 +164,9 @@ class LazyGroup(click.Group):
             raise click.NoSuchCommand(name, f"No such command {name!r}{suggestion}", ctx=ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([*COMMANDS.items()])
+        for heading, commands in HEADINGS.items():
+            with formatter.section(heading):
+                formatter.write_dl([*commands.items()])
 
 
 def _import_numpy() -> None:

@@ -24,11 +24,13 @@ from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import command, find_given_options
 from ktconvert.pipeline.cli.fit import choose_runtime, describe_machine, format_document, predict
 from ktconvert.pipeline.fit.steps import Step, find_stem
+from ktconvert.pipeline.models.serving.listener import open_listener
 from ktconvert.pipeline.options.declare import option_fields, to_json_value, with_values
 from ktconvert.pipeline.options.queries import UpOptions
 from ktconvert.pipeline.report.progress import Reporter
 
 SETUP = "up.json"
+HOST = "127.0.0.1"  # where the server listens
 CALL_OPTIONS = ("output", "yes", "dry_run", "port")  # which may differ in the next call
 
 
@@ -71,6 +73,8 @@ def up(options: UpOptions) -> None:
     if options.dry_run:
         return
     _require_packages(setup)
+    with open_listener(HOST, options.port, "choose a different --port"):
+        pass  # `serve` would notice a used port only after all other steps
     if is_new and not options.yes:
         _ask(folder)
     publish.make_folder(folder)
@@ -203,7 +207,7 @@ def _download(name: str, *words: str) -> None:
 
 def _describe_server(port: int) -> str:
     """Return the URL of the server, and a request to try."""
-    url = f"http://127.0.0.1:{port}/v1"
+    url = f"http://{HOST}:{port}/v1"
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
     request = shlex.join(("curl", f"{url}/chat/completions", "-H", "Content-Type: application/json", "-d", body))
     return f"\nThe server answers at {url} once it has loaded the model. To try it:\n{request}"

@@ -45,8 +45,7 @@ PORT = Option("Port to listen on.", Integer(1, 65535))
 THREADS = "Number of threads."
 AUTO, BF16, INT8 = "auto", "bf16", "int8"
 ACTIVATIONS = Option(
-    "Activations of experts in GGUF, MXFP4 or INT4 with groups: bf16, or int8 (faster, error of 1 %); "
-    "auto: int8 for Q4_0 and Q4_K.",
+    "Activations for GGUF, MXFP4 and grouped INT4: int8 is faster, error 1 % (auto: only Q4_0, Q4_K).",
     click.Choice([AUTO, BF16, INT8]),
     group=Group.EXPERTS,
 )

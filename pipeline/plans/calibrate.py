@@ -24,7 +24,7 @@ MOMENTS = (
 
 def plan_calibrate(options: CalibrateOptions) -> Plan:
     """Build the plan from headers; read no weights."""
-    requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
+    requirements.require_libraries("`ktconvert calibrate`", requirements.CALIBRATE_MODULES)
     options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")

@@ -61,7 +61,9 @@ def summarize(problems: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's exception, without its full stop.
 
-    If that line ends with a colon, the next line follows it.
+    If that line ends with a colon, the next line follows it. A KeyError has only the name of what is missing.
     """
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")

@@ -70,6 +70,7 @@ class Container:
     experts_only: bool = False
 
 
+HTML_MAGIC = (b"<!doctype html", b"<html")  # in lower case
 LFS_MAGIC = b"version https://git-lfs"
 LFS_REMEDY = f"run `git lfs pull` in that directory or {REMEDY}"
 
@@ -78,7 +79,7 @@ LFS_REMEDY = f"run `git lfs pull` in that directory or {REMEDY}"
 def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
     """Open a file and yield its descriptor and status.
 
-    Raises InputError if it is missing, not a regular file, or a Git LFS pointer.
+    Raises InputError if it is missing, not a regular file, a Git LFS pointer, or a web page that was saved instead.
     """
     try:
         # O_NONBLOCK: opening a pipe must not hang; it is rejected below.
@@ -89,8 +90,11 @@ def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_re
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: not a regular file; give a {suffix} file or a directory of them")
-        if read_at(fd, 0, len(LFS_MAGIC), path) == LFS_MAGIC:
+        beginning = read_at(fd, 0, len(LFS_MAGIC), path)
+        if beginning == LFS_MAGIC:
             raise bad_file(path, "a Git LFS pointer, not the weights", LFS_REMEDY)
+        if beginning.lower().startswith(HTML_MAGIC):
+            raise bad_file(path, "a web page, not the weights", REMEDY)
         yield fd, status
     finally:
         os.close(fd)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ktconvert.layouts.errors import KTConvertError
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.loading import ModelChoice, prepare_config
+from ktconvert.pipeline.models.serving.listener import open_listener
 from ktconvert.pipeline.models.serving.template_process import shared_process
 
 if TYPE_CHECKING:
@@ -155,16 +154,16 @@ def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (
     origins  origins of web pages that may send requests; * for all
     options  arguments of load_application
 
-    Raises KTConvertError, before the model is loaded, if the port is in use.
+    Requests wait while the model is loaded. Raises KTConvertError, before that, if the port is in use.
     """
-    _require_free(host, port)
-    application, scheduler = load_application(choice, **options)
-    if origins:
-        from starlette.middleware.cors import CORSMiddleware
+    with open_listener(host, port, "choose a different --host or --port") as listener:
+        application, scheduler = load_application(choice, **options)
+        if origins:
+            from starlette.middleware.cors import CORSMiddleware
 
-        methods = ("GET", "POST")
-        application = CORSMiddleware(application, origins, methods, ["*"], expose_headers=["x-request-id"])
-    Server(application, scheduler, host=host, port=port, log_level="info").run()
+            methods = ("GET", "POST")
+            application = CORSMiddleware(application, origins, methods, ["*"], expose_headers=["x-request-id"])
+        Server(application, scheduler, host=host, port=port, log_level="info").run(sockets=[listener])
 
 
 def load_application(
@@ -188,12 +187,3 @@ def load_application(
         install_parser(manager.prompts.template, manager.model)
         scheduler = Scheduler(manager.model, manager.processor, manager.adapters.switch)
     return Application(manager, scheduler, key), scheduler
-
-
-def _require_free(host: str, port: int) -> None:
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
-    except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]
-        raise KTConvertError(f"{host}:{port}: cannot listen ({reason}); choose a different --host or --port") from None
