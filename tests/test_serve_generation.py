@@ -301,7 +301,7 @@ def test_serve_holds_its_port_while_it_loads(example, monkeypatch, tmp_path):
     holder = "ktconvert.pipeline.models.serving.server.load_application"
     monkeypatch.setattr(holder, lambda *_, **__: open_listener("127.0.0.1", port, "none is free"))
     error = run_in_process("serve", example, "--port", port).exception
-    assert str(error) == f"127.0.0.1:{port}: cannot listen (Address already in use); none is free"  # while it loads
+    assert str(error) == f"127.0.0.1:{port}: cannot listen (Address already in use); none is free."  # while it loads
     error = run_in_process("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
     assert isinstance(error, InputError) and str(error).startswith(f"{tmp_path / 'nowhere'}: does not exist")
 
