@@ -1,5 +1,7 @@
-"""What mkdocs does with files outside docs/: CHANGELOG.md becomes a page. The search ranks pages by BOOSTS. Links to other files are plain text on the
+"""What mkdocs does with files outside docs/: CHANGELOG.md becomes a page. Links to other files are plain text on the
 site, or lead to the repository where `repo_url` is set. In the repository itself they stay relative links.
+
+The search ranks pages by BOOSTS.
 """
 
 from __future__ import annotations
