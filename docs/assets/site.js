@@ -5,7 +5,7 @@ document$.subscribe(() => {
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // what scrolls sideways can be reached by keyboard
   }
-  for (const code of document.querySelectorAll(".md-typeset code:not(pre code)")) {
+  for (const code of document.querySelectorAll(".md-typeset code:not(pre code, h1 code)")) {
     if (code.textContent.length <= 30) code.classList.add("short"); // site.css keeps it on one line
   }
   for (const code of document.querySelectorAll(".language-bash pre > code")) {
