@@ -158,7 +158,7 @@ def expert_of(name: str) -> int:
 
 
 def test_memory_of_our_server_is_predicted_for_the_bundled_model(tmp_path):
-    """Within a fifth, as other versions of torch need other amounts; docs/how-to/fit.md has measured figures."""
+    """Within a fifth, as other versions of torch need other amounts; docs/explanation/fit.md has measured figures."""
     torch = pytest.importorskip("torch")
     for package in ("transformers", "fastapi", "uvicorn"):
         pytest.importorskip(package)

@@ -13,8 +13,12 @@ const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.mi
 const WIDTHS = [320, 820, 1440];
 const SCHEMES = ["light", "dark"];
 const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png" };
-// Words -> a part of the address that one of the first three results has.
-const SEARCHES = [["NUMA", "/"], ["int4 vs int8", "/start/choose/"], ["serve openai", "serve/"], ["out of memory", "/how-to/troubleshoot/"], ["install", "/start/install/"]];
+// Words, a part of the address that one of the first results has, and how many results count as the first: 3 unless told.
+const SEARCHES = [
+  ["NUMA", "/reference/commands/"], ["int4 vs int8", "/start/choose/"], ["serve openai", "serve/"], ["out of memory", "/how-to/troubleshoot/"],
+  ["install", "/start/install/"], ["uninstall", "/start/install/"], ["--numa", "/reference/commands/"], ["--max-memory", "/reference/commands/"],
+  ["cpu --dry-run", "/reference/commands/"], ["KTExperts", "/reference/python/", 1], ["KTMoEWrapper", "/reference/python/", 1],
+];
 const problems = [];
 
 function files(folder) {
@@ -111,14 +115,15 @@ for (const [from, target] of links) {
 
 const page = await browser.newPage({ viewport: { width: 1440, height: 900 } });
 await page.goto(base + "/", { waitUntil: "networkidle" });
-for (const [words, expected] of SEARCHES) {
+for (const [words, expected, first = 3] of SEARCHES) {
   await page.fill(".md-search__input", "");
   await page.click(".md-search__input");
   await page.keyboard.type(words);
   await page.waitForTimeout(1000); // the results of the words before remain for a moment
-  const found = await page.locator(".md-search-result__item > a.md-search-result__link").evaluateAll((all) => all.slice(0, 3).map((e) => e.href));
+  const found = await page.locator(".md-search-result__item > a.md-search-result__link").evaluateAll((all) => all.map((e) => e.href));
   await page.screenshot({ path: path.join(screens, `search-${words.replaceAll(" ", "-")}.png`) });
-  if (!found.some((href) => href.includes(expected))) problems.push(`the search for "${words}" does not find ${expected}, but ${found.join(", ") || "nothing"}`);
+  if (process.env.SEARCHED) console.log(words, found.slice(0, 6).map((href) => href.slice(base.length)));
+  if (!found.slice(0, first).some((href) => href.includes(expected))) problems.push(`the search for "${words}" does not find ${expected}, but ${found.slice(0, 3).join(", ") || "nothing"}`);
 }
 await browser.close();
 server.close();

@@ -1,5 +1,7 @@
 """What mkdocs does with files outside docs/: CHANGELOG.md becomes a page. Links to other files are plain text on the
 site, or lead to the repository where `repo_url` is set. In the repository itself they stay relative links.
+
+The search ranks pages by BOOSTS.
 """
 
 from __future__ import annotations
@@ -13,6 +15,15 @@ from mkdocs.structure.files import File, Files
 
 CHANGELOG = "changelog.md"
 COMMANDS = "reference/commands/"
+# Factors of the search, of the first beginning of a page's path that matches. Front matter would show on GitHub.
+BOOSTS = {
+    CHANGELOG: 0.001,
+    "explanation/numerics.md": 0.1,
+    "explanation/": 0.7,
+    "how-to/troubleshoot.md": 1.4,
+    "reference/python.md": 2,
+    COMMANDS: 1.5,
+}
 OPTION_ROW = re.compile(r"^\| (?=(?:`-\w`, )?`--([\w-]+)`)", re.MULTILINE)  # of a table; its first long name
 LINK_LINE = re.compile(r"^\[[^\]]+\]\([^)]+\)$", re.MULTILINE)  # a button on the first page
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\\\[|\\\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
@@ -30,6 +41,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Rewrite links that leave docs/, give options of commands anchors, and make buttons; code stays as it is."""
     folder = posixpath.dirname(page.file.src_uri)
+    boost = next((factor for start, factor in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)
+    page.meta["search"] = {"boost": boost}
 
     def one(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join("docs", folder, match[2]))

@@ -64,10 +64,11 @@ class KTExperts:
     >>> experts = KTExperts.load("model-int8", layer=0)
     >>> out = experts.forward(hidden, ids, weights)
 
-    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool of threads run
-    one after the other. In shapes, E is the number of experts, H the hidden size, I the intermediate size of an expert,
-    T the number of tokens, and k the number of experts per token. BF16 numbers are uint16 arrays of their bits; for a
-    BF16 tensor of torch, these are tensor.view(torch.uint16).numpy().
+    Create experts with load() or from_bf16(). `with KTExperts.load(...) as experts:` closes them at its end. They can
+    be used from many threads; forwards on one pool of threads run one after the other. In shapes, E is the number of
+    experts, H the hidden size, I the intermediate size of an expert, T the number of tokens, and k the number of
+    experts per token. BF16 numbers are uint16 arrays of their bits; for a BF16 tensor of torch, these are
+    tensor.view(torch.uint16).numpy().
 
     method        method of the weights, such as "AMXINT8"
     layer         number of the layer

@@ -362,6 +362,7 @@ class SftMoEWrapper:
         self._forward = _start_thread(compute)
 
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
+        """Wait for the last submit_forward; return its output [T, H] in BF16, on output_device (None: the input's)."""
         future = require_submitted(self._forward, self.layer_idx)
         self._forward = None
         out, saved = future.result()
@@ -444,6 +445,7 @@ class SftMoEWrapper:
         self._backward = _start_thread(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the last submit_backward_async; return the gradients of its input and of the routing weights."""
         future = require_submitted(self._backward, self.layer_idx, "sync_backward", "submit_backward_async")
         self._backward = None
         gradients = future.result()

@@ -28,7 +28,7 @@ VOCABULARY = ("vocab_size", "padded_vocab_size")
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "wte.weight", "token_embd.weight")
 GPU_FORMAT = "W4A16"
 NO_EXPERTS = "no experts"  # name of a RestForm
-GPU_LOSS = 0.0042  # of W4A16 by rounding; not measured: that of int4 with mse
+GPU_LOSS = 0.0042  # of W4A16 by rounding: that of int4 with mse (docs/explanation/fit.md)
 
 
 class Quality(NamedTuple):

@@ -16,7 +16,8 @@ from ktconvert.pipeline.options.queries import VerifyOptions
 
 OPTIONS = "\nOptions ("  # begins the part of a docstring that the page has as tables
 TABLES = re.compile(r"^(<!-- options -->\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
-SECTION = re.compile(r"^(#{3,4} `([\w.]+)`\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
+SECTION = re.compile(r"^(#{3,4} `(ktconvert[\w.]*)`\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
+TRAINING = re.compile(r"^(<!-- training -->\n).*?(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
 CONSTRUCTED = {"KTConvertConfig", "KTMoEWrapper"}  # classes that programs call; functions return the others
 ALIASES = {"Memory": MEMORY, "Activations": ACTIVATIONS}
 WIDTH = 110  # of a signature; a longer one has a line for each parameter
@@ -93,6 +94,19 @@ def write_section(path: str) -> str:
     return f"\n{signature}{convert_docstring(docstring.partition(OPTIONS)[0]).strip()}\n\n"
 
 
+def write_training() -> str:
+    """Return the docstring, and the signatures and docstrings of the public methods, of KTMoEWrapper(mode="sft")."""
+    from ktconvert.native_quant.runtime.sft import SftMoEWrapper
+
+    parts = [f"\n{convert_docstring(inspect.getdoc(SftMoEWrapper) or '').strip()}\n"]
+    for name, function in vars(SftMoEWrapper).items():
+        if inspect.isfunction(function) and not name.startswith("_"):
+            docstring = convert_docstring(inspect.getdoc(function) or "").strip()
+            parts.append(f"#### `{name}`\n\n```python\n{write_signature(name, function)}\n```\n")
+            parts += [f"{docstring}\n"] * bool(docstring)
+    return "\n".join([*parts, ""])
+
+
 def write_tables() -> str:
     """Return a table of the options of each command, and one of those that all conversions share."""
     parts = []
@@ -114,4 +128,5 @@ def write_row(parameter: inspect.Parameter, meaning: str) -> str:
 def write_page(page: str) -> str:
     """Return the page with a generated section below the heading of each public name, up to <!-- end -->."""
     page = SECTION.sub(lambda match: match[1] + write_section(match[2]), page)
+    page = TRAINING.sub(lambda match: match[1] + write_training(), page)
     return TABLES.sub(lambda match: match[1] + write_tables(), page)
