@@ -26,9 +26,9 @@ class EditableWheel(editable_wheel):
         self.package_dir = {"": str(links["PARENT"].relative_to(links["ROOT"]))}
 
 
-packages = find_packages(include=[g for f in FOLDERS for g in (f, f"{f}.*")], exclude=[API])
+packages = find_packages(include=[g for f in FOLDERS for g in (f, f"{f}.*")], exclude=[API, f"{API}.*"])
 setup(
-    packages=["ktconvert", *(f"ktconvert.{package}" for package in packages)],
+    packages=["ktconvert", "ktconvert.errors", *(f"ktconvert.{package}" for package in packages)],
     package_dir={"ktconvert": API.replace(".", "/")} | {f"ktconvert.{folder}": folder for folder in FOLDERS},
     cffi_modules=["native_quant/_build.py:ffibuilder"],
     cmdclass={"editable_wheel": EditableWheel},

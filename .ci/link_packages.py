@@ -18,7 +18,8 @@ def link_packages() -> None:
     """Make the links, or make them again."""
     package = PARENT / "ktconvert"
     package.mkdir(parents=True, exist_ok=True)
-    for target in (*(path for path in API.iterdir() if path.is_file()), *(ROOT / name for name in PACKAGES)):
+    public = [path for path in API.iterdir() if path.name != "__pycache__"]
+    for target in (*public, *(ROOT / name for name in PACKAGES)):
         link = package / target.name
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(target, package))

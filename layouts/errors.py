@@ -91,6 +91,10 @@ class InputError(KTConvertError, exit_code=5):
     """Input that is missing, damaged, incomplete or contradictory, or has changed."""
 
 
+class UnreachableError(InputError, exit_code=InputError.exit_code):
+    """A hub that does not answer."""
+
+
 class VerificationError(KTConvertError, exit_code=6):
     """An output that is not what it should be."""
 

@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +25,12 @@ import numpy as np
 import pytest
 
 import ktconvert
+import ktconvert.layouts.errors as layouts_errors
+from ktconvert import errors
 from ktconvert._functions import group_options, list_parameters, write_parameter
 from ktconvert.layouts.errors import ArgumentError, CallError, MissingPackageError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
+from ktconvert.native_quant.runtime.experts import READ_ONLY
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.python_names import use_python_names
 from ktconvert.pipeline.options.queries import VerifyOptions
@@ -187,6 +190,7 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
         'ktconvert.KTConvertConfig("out", activations="fp4")',
         "ktconvert.KTExperts()",
         'ktconvert.KTExperts("out", 0)',
+        *(f'ktconvert.KTExperts.load("out", 0).{name} = 3' for name in READ_ONLY),
     )
     legal = (
         'ktconvert.KTMoEWrapper(0, 8, 2, 256, 256, None, 1, 1, "out", 512)',
@@ -239,6 +243,16 @@ def test_results_have_only_documented_attributes(tmp_path: Path, example: Path) 
         methods = [name for name in names if inspect.getdoc(getattr(type(result), name, None))]
         missing = {*names} - {name for each in documented for name in each.split(", ")} - {*methods}
         assert names and not missing, type(result)
+
+
+def test_the_module_of_errors_has_every_exception_without_heavy_imports() -> None:
+    classes = {name for name, value in vars(layouts_errors).items() if isinstance(value, type)}
+    ours = {name for name in classes if issubclass(getattr(layouts_errors, name), ktconvert.KTConvertError)}
+    assert errors.__all__ == dir(errors) == sorted(ours)
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    assert {*re.findall(r"`(\w+Error)`", page)} & ours == ours
+    program = "import sys, ktconvert.errors; sys.exit(bool({'numpy', 'click', 'torch'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_every_name_is_documented() -> None:
@@ -351,7 +365,14 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method_map": "auto"}, "method_map must be a list of str, not 'auto'; give method_map=['auto']"),
+        ({"method_map": {0: "int8"}}, "method_map must be a list of str, not {0: 'int8'}; give method_map=['0=int8']"),
+        ({"method_map": 5}, "method_map must be a list of str, not 5"),
+        ({"numa": 2.5}, "numa must be an int, not 2.5"),
+        ({"quant_type": "W4A16"}, "unknown option quant_type; it is an option of 'gpu'"),
+        *(
+            ({name: "a\0b"}, f"{name}: 'a\\x00b' has a NUL character; leave it out")
+            for name in ("input", "output", "imatrix", "arch_file")
+        ),
         ({"quant_method": []}, "quant_method must be a str or a list of at least one str, not []"),
         ({"quant_method": {"int8"}}, "quant_method must be a str or a list of at least one str, not {'int8'}"),
         ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
@@ -365,7 +386,24 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
 )
 def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}\\.$"):
-        ktconvert.plan("cpu", input="model", output="out", **wrong)
+        ktconvert.plan("cpu", **{"input": "model", "output": "out"} | wrong)
+
+
+def test_paths_with_a_nul_character_name_the_argument(tmp_path: Path) -> None:
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: ktconvert.convert("cpu", "model", "a\0b"),
+        lambda: ktconvert.verify("a\0b"),
+        lambda: ktconvert.verify(tmp_path, against="a\0b"),
+    )
+    for call, name in zip(calls, ("output", "output", "against"), strict=True):
+        with pytest.raises(ArgumentError, match=rf"^{name}: 'a\\x00b' has a NUL character; leave it out\.$"):
+            call()
+
+
+def test_numbers_of_numpy_and_single_items_are_accepted(tmp_path: Path, example: Path) -> None:
+    options: dict[str, Any] = {"numa": np.int64(2), "dampening_frac": np.float32(0.5), "method_map": "0=int8"}
+    (plan,) = ktconvert.plan("cpu", example, tmp_path / "out", **options)
+    assert plan.facts["numa"] == 2 and plan.facts["methods"] == {"AMXINT8": "0", "AMXINT4": "1"}
 
 
 @pytest.mark.parametrize(
@@ -376,7 +414,7 @@ def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -
         ({"delete_others": True}, "delete_others=True needs overwrite=True; add it, or leave out delete_others=True."),
         ({"quant_method": "bf16", "scale": "mse"}, "scale='mse' is for quant_method='int4'"),
         ({"max_shard_size": 10**9, "no_merge_safetensor": True}, "leave it out with no_merge_safetensor=True."),
-        ({"numa": 7}, "int4 (AMXINT4) with numa=1, 2;"),
+        ({"numa": 7}, "use int4 or fp8 with numa=1, 2;"),
         ({"config": "nowhere"}, "config='nowhere': "),
     ],
     ids=str,
@@ -436,7 +474,7 @@ def test_experts_with_an_unknown_activation_are_converted_with_a_description(tmp
         ktconvert.KTExperts.load(source, 0)
 
 
-@pytest.mark.parametrize("name", ["hidden", "num_experts", "layer", "method"])
+@pytest.mark.parametrize("name", sorted(READ_ONLY))
 def test_attributes_that_the_computation_relies_on_cannot_be_changed(name: str) -> None:
     bits = np.zeros((2, 128, 128), np.uint16)
     experts = ktconvert.KTExperts.from_bf16(bits, bits, bits)

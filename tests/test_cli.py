@@ -269,8 +269,15 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
         cli("cpu", *line, "--numa", 1, "--layers", 0, "-q")
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b") == read_tree(tmp_path / "c")
     cli("resplit", tmp_path / "a", "-o", tmp_path / "d", "--numa", 2, "-q")
-    assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
-    assert "MODEL is given twice" in cli("cpu", example, "-i", example, tmp_path / "e", code=2).stderr
+    given = ["-i", example, "-o", tmp_path / "e"]
+    for line, twice in (
+        ([*given, tmp_path / "f"], "MODEL or OUT"),
+        ([*given, tmp_path / "e"], "OUT"),
+        ([*given, example], "MODEL"),
+        ([*given[:2], f"{example}/"], "MODEL"),
+        ([*given[:2], example, tmp_path / "e"], "MODEL"),
+    ):
+        assert f"ktconvert: {twice} is given twice" in cli("cpu", *line, code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ SERVER = MachineReport(**CPU, **KERNELS, **NODES, **MEMORY, **REST)  # type: ign
 PROBLEMS = {
     "no extension": ({"isa_problem": "broken.", "isas": (), "isa": None}, ["broken."]),
     "no AVX2": ({"features": (), "isas": ("scalar",), "isa": "scalar"}, ["no AVX2"]),
-    "no AVX-512": ({"features": ("avx2",), "isas": ("scalar", "avx2"), "isa": "avx2"}, ["no AVX-512"]),
+    "no AVX-512": ({"features": ("avx2",), "isas": ("scalar", "avx2"), "isa": "avx2"}, ["`ktconvert serve` does not"]),
     "AMX forbidden": ({"isas": ("scalar", "avx2", "avx512"), "isa": "avx512"}, ["has AMX, but the kernel"]),
     "hyperthreads": ({"cores_with_hyperthreads": 48, "physical_cores": 48}, ["physical cores (48), not 96"]),
     "cpuset": ({"logical_cpus": 8, "physical_cores": 8}, ["8 of the machine's 96 CPUs"]),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import open_model_imatrix
 from ktconvert.pipeline.fit.model_shape import read_shape
+from ktconvert.pipeline.options.types import Size
 from ktconvert.pipeline.plans.method_choice import CELLS, choose_methods, measure_losses
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
@@ -60,7 +62,7 @@ def budget(source: Path) -> int:
     return output_bytes(model, INT8, 1, [0]) + output_bytes(model, INT4, 1, [1, 2])
 
 
-def options_for(source: Path, output: Path, budget: int, *more: object) -> list[str]:
+def options_for(source: Path, output: Path, budget: int | str, *more: object) -> list[str]:
     """Return the command line of a conversion with a chosen map."""
     options = ("cpu", "-i", source, "-o", output, "--method-map", "auto", "--ram", budget, "--numa", 1, *more)
     return [*map(str, options)]
@@ -286,8 +288,10 @@ def test_wrong_options_are_refused(case, source, tmp_path):
 def test_budget_below_the_smallest_choice_names_the_size_that_fits(source, tmp_path):
     done = run_in_process(*options_for(source, tmp_path / "out", 1000))
     least = output_bytes(recognize(open_checkpoint(source)), INT4, 1)
-    assert isinstance(done.exception, ResourceError) and f"give --ram {least} or more" in str(done.exception)
-    note = convert(*options_for(source, tmp_path / "out", least))
+    assert isinstance(done.exception, ResourceError)
+    (fits,) = re.findall(r"give --ram (\S+B) or more", str(done.exception))
+    assert least <= Size().convert(fits, None, None) < least * 1.1
+    note = convert(*options_for(source, tmp_path / "out", fits))
     assert "--quant-method int4 --numa 1" in note
 
 

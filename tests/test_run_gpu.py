@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import (
+    ArgumentError,
+    InputError,
+    KTConvertError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import loading
@@ -315,7 +322,7 @@ REFUSED: list[tuple[tuple[str, ...], type[KTConvertError], str]] = [
         "--gpu-experts-mask selects experts that --cpu-weights does not compute; also give --cpu-weights",
     ),
     ((*INT8, "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"), UsageError, "give one of them"),
-    ((*INT8, "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),
+    ((*INT8, "--num-gpu-experts", "9"), ArgumentError, "layer 0 has 8; give at most 8"),
     (("--cpu-weights", "{w4}"), UnsupportedError, "w4: "),
 ]
 
@@ -336,7 +343,11 @@ def test_config_options_are_checked(trained_model):
     config = KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
     again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))
     assert again.gpu_experts_mask == [[True, False]]
-    with pytest.raises(InputError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
+    with pytest.raises(
+        ArgumentError, match=r"gpu_experts_mask: has shape \[1, 8\], but the model has 2 decoder layers"
+    ):
+        hot_experts.masks_by_layer([[True] * 8], None, {0: 8, 1: 8}, 2)
+    with pytest.raises(ArgumentError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
         hot_experts.masks_by_layer([[0.5, 1.0]], None, {0: 2}, 1)  # type: ignore[list-item]
 
 

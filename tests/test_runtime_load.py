@@ -79,8 +79,10 @@ def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
         warnings.simplefilter("error")
         KTExperts.load(damaged, 1, parts=1)
         KTExperts.load(damaged, 1, parts=2)
-    with pytest.raises(UnsupportedError, match="--numa 1"):
+    with pytest.raises(UnsupportedError, match="resplit --numa 1`"):
         KTExperts.load(damaged, 0, parts=1, strict=True)
+    with pytest.raises(UnsupportedError, match=r"made for 2 NUMA slices, run with 3: .*across nodes\.$"):  # 256 / 3
+        KTExperts.load(damaged, 0, parts=3, strict=True)
 
 
 WRONG = [

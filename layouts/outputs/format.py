@@ -223,11 +223,14 @@ def require_legal(
     if (reason := explain_illegal_count(fmt, [(hidden, intermediate)], numa)) is None:
         return
     others = [other for other in others if other.name != fmt.name]
-    choices = []
+    methods: dict[tuple[int, ...], list[str]] = {}  # by their legal numbers of slices
     for candidate in (fmt, *others):
-        if counts := legal_counts(candidate, [(hidden, intermediate)]):
-            method = f"{candidate.option} ({candidate.name}) with " if others else ""
-            choices.append(f"{method}{option} {', '.join(map(str, counts))}")
+        methods.setdefault(legal_counts(candidate, [(hidden, intermediate)]), []).append(candidate.option)
+    methods.pop((), None)
+    choices = [
+        f"{' or '.join(names) + ' with ' if others else ''}{option} {', '.join(map(str, counts))}"
+        for counts, names in methods.items()
+    ]
     impossible = "no method can hold it" if others else "no number of slices is possible"
     remedy = f"use {'; or '.join(choices)}" if choices else impossible
     raise UnsupportedError(

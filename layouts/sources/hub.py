@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError, UsageError
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
@@ -27,10 +27,6 @@ WEIGHTS = tuple(f"*{container.suffix}" for container in CONTAINERS if not contai
 FILES = (*WEIGHTS, *COMPANIONS)
 SIMILAR = 0.8  # similarity of two names, from 0 to 1, for which one may be a misspelling of the other
 TRUE = ("1", "true", "yes", "on")
-
-
-class UnreachableError(InputError, exit_code=InputError.exit_code):
-    """A hub that does not answer."""
 
 
 def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
+from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.reprs import write_repr
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
@@ -99,12 +100,12 @@ class KTExperts:
         require_one_of("activations", activations, ACTIVATIONS)
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
         slicing = packed.slicing
-        self.method = packed.method
-        self.layer = slicing.layer
-        self.num_experts = packed.experts
-        self.hidden = slicing.hidden
-        self.intermediate = slicing.intermediate
-        self.parts = slicing.numa
+        self.method: Final = packed.method
+        self.layer: Final = slicing.layer
+        self.num_experts: Final = packed.experts
+        self.hidden: Final = slicing.hidden
+        self.intermediate: Final = slicing.intermediate
+        self.parts: Final = slicing.numa
         self._function = function
         self._pool = pool or get_shared_pool()
         self._exact = exact
@@ -210,7 +211,7 @@ class KTExperts:
         source = open_experts(path)
         packed = source.load(layer, pool, required)
         if parts is not None and parts != packed.slicing.numa:
-            _report_slice_count(str(path), packed.slicing.numa, parts, strict)
+            _report_slice_count(str(path), packed, parts, strict)
         computed = required.choose_function(path, layer, source.function(layer))
         for name, has, must in (
             ("biases", bool(packed.biases), computed.biases),
@@ -615,10 +616,15 @@ def open_experts(path: Path) -> ExpertSource:
 _weight_bytes = functools.cache(kernels.weight_bytes)
 
 
-def _report_slice_count(path: str, have: int, required: int, strict: bool) -> None:
+def _report_slice_count(path: str, packed: weights.LayerWeights, required: int, strict: bool) -> None:
+    """Warn that a layer has a different number of NUMA slices than required. Raises UnsupportedError if `strict`."""
+    have, sizes = packed.slicing.numa, (packed.slicing.hidden, packed.slicing.intermediate)
+    fmt = FORMATS.get(packed.method)
+    can_resplit = fmt is not None and explain_illegal_count(fmt, [sizes], required) is None
+    remedy = f"; `ktconvert resplit --numa {required}` rewrites it for full speed" if can_resplit else ""
     message = (
         f"{path}: made for {have} NUMA slice{'s' * (have > 1)}, run with {required}: the result is right, but memory "
-        f"may be read across nodes; `ktconvert resplit --numa {required}` rewrites it for full speed."
+        f"may be read across nodes{remedy}."
     )
     if strict:
         raise UnsupportedError(message)

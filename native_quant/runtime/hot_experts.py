@@ -89,23 +89,23 @@ def masks_by_layer(
     count    instead of a mask: the first `count` experts of each layer
     experts  layer -> E
     layers   number of decoder layers of the model, with and without experts
-    Raises InputError if the mask does not fit the model, UsageError if a layer has fewer experts than `count`.
+    Raises InputError if a file does not fit the model, ArgumentError if a table or `count` does not.
     """
     if mask is None:
         for layer, total in experts.items():
             if (count or 0) > total:
-                raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
+                raise ArgumentError(f"num_gpu_experts is {count}, but layer {layer} has {total}; give at most {total}")
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
-    source = mask if isinstance(mask, str) else MASK_NAME
+    source, error = (mask, InputError) if isinstance(mask, str) else (MASK_NAME, ArgumentError)
     table: Array = read_mask(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
     shape = list(table.shape)
     if table.dtype != np.bool_ or table.ndim != 2:
-        raise InputError(f"{source}: is {table.dtype} of shape {shape}; must be bool [decoder layers, experts]")
+        raise error(f"{source}: is {table.dtype} of shape {shape}; must be bool [decoder layers, experts]")
     for layer, total in experts.items():
         if table.shape != (layers, total):
             sizes = f"{layers} decoder layers, and layer {layer} has {total} experts"
             rule = f"use a mask of shape {[layers, total]}"
-            raise InputError(f"{source}: has shape {shape}, but the model has {sizes}; {rule}")
+            raise error(f"{source}: has shape {shape}, but the model has {sizes}; {rule}")
     return {layer: table[layer].copy() for layer in experts}
 
 

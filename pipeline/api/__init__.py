@@ -1,7 +1,7 @@
 """Conversion of mixture-of-experts checkpoints into expert weights for the CPU and the GPU, and inference with them.
 
-Only the names in `__all__` are public: CHANGELOG.md lists changes, and before 1.0 only a new minor version removes
-names. Every other module is private.
+The names in `__all__` and those of `ktconvert.errors` are public, and a few for programs that use kt-kernel
+(docs/reference/python.md). CHANGELOG.md lists changes, and before 1.0 only a new minor version removes names.
 
 These examples run in a clone of the repository. Options of the command line are keyword arguments with underscores, and
 have the same defaults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import json
 import textwrap
@@ -62,6 +63,13 @@ def list_parameters(cls: type[Options]) -> dict[str, inspect.Parameter]:
         for each in option_fields(cls)
         if isinstance(each.declaration, Option) and each.name not in excluded
     }
+
+
+@functools.cache
+def list_names() -> dict[str, frozenset[str]]:
+    """Return the names of the arguments of each command that Python can call."""
+    commands: dict[str, type[Options]] = {**CONVERSION_OPTIONS, "verify": VerifyOptions}
+    return {command: frozenset(list_parameters(cls)) for command, cls in commands.items()}
 
 
 def find_argument_type(option_field: OptionField) -> Any:
@@ -153,7 +161,7 @@ def _make_options(
     if "progress" in options:
         raise ArgumentError("plan has no progress; give it to ktconvert.convert")
     paths = {name: path for name, path in (("input", input), ("output", output)) if path is not None}
-    settings = convert_options(cls, {**paths, **options}, list_parameters(cls))
+    settings = convert_options(cls, {**paths, **options}, list_parameters(cls), list_names())
     settings.existing.require_consistent()
     return settings
 
@@ -220,7 +228,7 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
 
     given = {"output": output, "against": against, **options}
     with use_python_names(VerifyOptions) as rename:
-        settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions))
+        settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions), list_names())
         report = verify_output(
             with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1, rename=rename)
         )

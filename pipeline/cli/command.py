@@ -235,13 +235,19 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     values = {option_field.name: params[option_field.name] for option_field, _ in options}
     either = [(f, option.argument) for f, option in options if option.argument and option.flags]
     words = [word for _, argument in either if (word := params[argument]) is not None]
-    by_flag = [argument for option_field, argument in either if values[option_field.name] is not None]
+    by_flag = [(f, argument) for f, argument in either if values[f.name] is not None]
+    same = [
+        argument
+        for f, argument in by_flag
+        if values[f.name] in (f.click_type.convert(word, None, None) for word in words)
+    ]
+    if same or len(by_flag) + len(words) > len(either):
+        twice = " or ".join(argument.upper() for argument in same or [argument for _, argument in by_flag])
+        raise UsageError(f"{twice} is given twice; give it once.")
     for option_field, argument in either:  # positional arguments stand for the options that are not given
         if values[option_field.name] is None:
             word = words.pop(0) if words else _refuse_missing(argument.upper())
             values[option_field.name] = option_field.click_type.convert(word, None, None)
-    if words:
-        raise UsageError(f"{by_flag[-1].upper()} is given twice; give it once.")
     given = {option_field.name for option_field in find_given_options(cls)}
     pairs = {frozenset((option_field.name, option.excludes)) for option_field, option in options if option.excludes}
     for option_field, _ in options:  # an option of the command line replaces one of the config file that it excludes

@@ -209,7 +209,7 @@ def find_problems(report: MachineReport) -> Iterator[str]:
     if "avx2" not in report.features:
         yield "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here."
     elif "avx512f" not in report.features:
-        yield "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8."
+        yield "This CPU has no AVX-512, which kt-kernel needs for AMXINT4 and AMXINT8; `ktconvert serve` does not."
     if AMX.issubset(report.features) and report.isas and "amx" not in report.isas:
         yield "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it)."
     if report.cores_with_hyperthreads:

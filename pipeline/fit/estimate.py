@@ -1,7 +1,7 @@
 """The prediction: from the sizes of a model and a machine to the choices that fit, without reading or measuring.
 
-Sizes are in bytes, rates in bytes per second, times in seconds. docs/explanation/fit.md states where each constant comes
-from, and how far the predictions were from published reports.
+Sizes are in bytes, rates in bytes per second, times in seconds. docs/explanation/fit.md states where each constant
+comes from, and how far the predictions were from published reports.
 """
 
 from __future__ import annotations

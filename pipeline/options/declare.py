@@ -13,6 +13,7 @@ import difflib
 import enum
 import functools
 import inspect
+import numbers
 import os
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -374,13 +375,14 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
             value = ",".join(map(str, value))
         converted = [
             option_field.click_type.convert(documents.as_type(item, json_type), None, None)
-            for item in (documents.as_type(value, list[Any]) if is_tuple else [value])
+            for item in (value if is_tuple and isinstance(value, list) else [value])
         ]
     except msgspec.ValidationError as error:
         if isinstance(declaration, RecordedValue):
             raise ArgumentError(f"{name}: {error}") from error
         required = f"a list of {kind.__name__}" if is_tuple else KINDS[kind]
-        remedy = f"; give {name}=[{value!r}]" if is_tuple and not isinstance(value, list) else ""
+        items = [f"{key}={item}" for key, item in value.items()] if is_tuple and isinstance(value, dict) else []
+        remedy = f"; give {name}={items}" if items else ""
         raise ArgumentError(f"{name} must be {required}, not {value!r}{remedy}") from error
     except click.BadParameter as error:
         click_type = option_field.click_type
@@ -403,18 +405,27 @@ def _find_kind(option_field: OptionField) -> Any:
     return get_args(option_field.annotation)[0] if option_field.value_type is tuple else option_field.value_type
 
 
-def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[str] = ()) -> O:
+def convert_options(
+    cls: type[O],
+    values: Mapping[str, Any],
+    names: Collection[str] = (),
+    others: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+) -> O:
     """Return options from values of plan.json or of a caller. Raises ArgumentError, naming the option.
 
-    names  the options that the caller may give, if not all
+    names   the options that the caller may give, if not all
+    others  command -> its options, which the message about an unknown option recommends
     """
     by_name = {each.name: each for each in option_fields(cls) if not names or each.name in names}
     missing = [name for name, each in by_name.items() if each.default is REQUIRED and name not in values]
     if unknown := sorted({*values} - {*by_name}):
         flag = f"--{unknown[0].replace('_', '-')}"
         same = [name for name, each in by_name.items() if flag in _list_flags(each.declaration)]
+        owners = [command for command, options in others.items() if unknown[0] in options]
         similar = same or difflib.get_close_matches(unknown[0], by_name, 1)
-        if similar:
+        if owners and not same:
+            remedy = f"it is an option of {', '.join(map(repr, owners))}"
+        elif similar:
             remedy = f"did you mean {similar[0]}?"
         elif missing:
             remedy = f"give {' and '.join(missing)}"
@@ -438,5 +449,7 @@ def to_hashable(value: Any) -> Any:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a path as text and a tuple as a list; anything else unchanged."""
+    """Return a path as text, a tuple as a list, and a number of NumPy as one of Python; anything else unchanged."""
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else list(value) if isinstance(value, tuple) else value

@@ -177,6 +177,8 @@ def _path_problem(value: Any) -> str | None:
     """Return why this cannot be a path; None if it can."""
     if not os.fspath(value):
         return "is empty; give a path"
+    if "\0" in os.fspath(value):
+        return f"{os.fspath(value)!r} has a NUL character; leave it out"
     try:
         path = Path(value).expanduser()
     except RuntimeError:

@@ -27,7 +27,7 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 from ktconvert.pipeline.plans.expert_plan import MAP
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import size
+from ktconvert.pipeline.report.text import round_up_size, size
 from ktconvert.pipeline.stages.quantize_experts import describe_non_finite, quantize_slice, sample_experts
 from ktconvert.quantizers.quantizer import QUANTIZERS, Quantizer
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -245,7 +245,8 @@ def choose_map(
     formats = _select_formats(mixable, fmt, [model.shape(layer)[1:] for layer in layers], slices, quantizer)
     sizes = np.array([[output_bytes(model, each, slices, [layer]) for each in formats.values()] for layer in layers])
     if (least := int(sizes.min(axis=1).sum())) > budget:
-        raise ResourceError(f"--ram {budget}: the experts need at least {least} bytes; give --ram {least} or more.")
+        remedy = f"give --ram {round_up_size(least)} or more"
+        raise ResourceError(f"--ram is too small for the experts with any method; {remedy}.")
     threads = options.execution.thread_count
     losses = measure_losses(model, layers, [*formats.values()], slices, quantizer, imatrix, threads, reporter)
     chosen = choose_methods(sizes, losses, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,22 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def size(nbytes: float) -> str:
     """Return a number of bytes as text: 1.5 GiB."""
+    amount, unit = _choose_unit(nbytes)
+    return f"{amount:.0f} B" if unit == UNITS[0] else f"{amount:.1f} {unit}"
+
+
+def round_up_size(nbytes: int) -> str:
+    """Return a number of bytes, rounded up, as options accept it: 1.6GiB."""
+    amount, unit = _choose_unit(nbytes)
+    return f"{math.ceil(amount * 10) / 10:g}{unit}"
+
+
+def _choose_unit(nbytes: float) -> tuple[float, str]:
     step = 0
     while abs(nbytes) >= 1024 and step < len(UNITS) - 1:
         nbytes /= 1024
         step += 1
-    return f"{nbytes:.0f} B" if step == 0 else f"{nbytes:.1f} {UNITS[step]}"
+    return nbytes, UNITS[step]
 
 
 def tokens(count: float) -> str:
