@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -36,6 +38,7 @@ READ_SECONDS = 60.0  # limit for the client to read part of an answer whose buff
 SHUTDOWN_SECONDS = 1  # limit for answers in transit; a client that does not read does not delay the shutdown
 EXIT_SECONDS = 5.0  # limit from a signal to the end of the process, also if threads still run
 INTERRUPTED = 130  # exit code
+LOG = logging.getLogger("uvicorn.error")
 LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -124,6 +127,14 @@ class Server(uvicorn.Server):
         more["access_log"] = False  # the application logs each request when its answer is complete
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=SHUTDOWN_SECONDS, **more, **settings))
         self._scheduler = scheduler
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, and log the addresses, which uvicorn logs only without `sockets`."""
+        await super().startup(sockets)
+        if self.started:
+            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+            url = f"http://{host}:{self.config.port}"
+            LOG.info("Ready: %s/v1, and a chat page at %s/ (Ctrl-C ends the server)", url, url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Interrupt all generation, and shut down."""

@@ -8,6 +8,7 @@ fast.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -158,7 +159,8 @@ def _run_job(connection: socket.socket, tasks: list[Callable[..., str]]) -> None
         return
     except Exception as error:  # a template may raise any error
         reply = FAILURE + " ".join(str(error).split())[:1000].encode(errors="replace")
-    connection.sendall(reply)
+    with contextlib.suppress(BrokenPipeError):  # the server was interrupted
+        connection.sendall(reply)
 
 
 if __name__ == "__main__":
