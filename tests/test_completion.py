@@ -27,7 +27,7 @@ def complete(*words: str) -> list[tuple[str, str]]:
 
 
 def test_commands_options_and_choices_are_completed() -> None:
-    assert complete("re") == [("plain", "resplit"), ("plain", "resume")]
+    assert complete("re") == [("plain", "resume"), ("plain", "resplit")]
     assert ("plain", "--quant-method") in complete("cpu", "--quant")
     methods = [value for _, value in complete("cpu", "-i", "x", "--quant-method", "")]
     assert {"int8", "moe_int8"} <= {*methods} and "awq" not in methods

@@ -363,7 +363,7 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
     ((*EVAL, "--gpu-weights", "{model}"), "compressed_tensors", "`ktconvert eval`", "gpu"),
     (("gpu", "-i", "{model}", "-o", "{out}"), "llmcompressor", "--quant-method GPTQ", "gpu"),
     (("cpu", "-i", "{model}", "-o", "{out}", "--scale", "gptq"), "torch", "--scale gptq", "gpu"),
-    (("calibrate", "{model}", "--output", "{out}"), "datasets", "calibrate", "gpu"),
+    (("calibrate", "{model}", "--output", "{out}"), "datasets", "`ktconvert calibrate`", "gpu"),
 ]
 
 

@@ -45,7 +45,7 @@ PORT = Option("Port to listen on.", Integer(1, 65535))
 THREADS = "Number of threads."
 AUTO, BF16, INT8 = "auto", "bf16", "int8"
 ACTIVATIONS = Option(
-    "Activations for GGUF, MXFP4 and grouped INT4: int8 is faster, error 1 % (auto: only Q4_0, Q4_K).",
+    "Activations for GGUF, MXFP4, grouped INT4: bf16, int8 (faster, error 1 %), auto (Q4_0, Q4_K: int8).",
     click.Choice([AUTO, BF16, INT8]),
     group=Group.EXPERTS,
 )
