@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers import CONTAINERS
@@ -83,7 +83,7 @@ def find_headers(name: str, revision: str | None = None) -> Location:
     try:
         hub.require_network(name, revision, cached)
         folder, remote = _fetch_headers(repository, revision, parts)
-    except hub.UnreachableError:
+    except UnreachableError:
         earlier = _find_cached_headers(repository, revision, parts)
         if earlier is None:
             raise
