@@ -1,11 +1,13 @@
 #!/bin/sh
 # Runs tests of the kernels for instruction sets that the CPU lacks. The build, in build/emulated or $OUT, reports all of
-# x86-64 as available. Tile instructions of AMX are trapped (tests/rig/amx_trapped.c). For the rest, there are two builds:
-#   - A CPU with AVX-512 VNNI runs AVX-VNNI as AVX-512 encodes it. Selected: tests of AMX and AVX-VNNI. AVX-VNNI has kernels
-#     only for AMXINT4, AMXINT8 and integers.
-#   - A CPU that has only AVX2 runs AVX2 instead of AVX-512 (tests/rig/avx512_emulated.h). Selected: tests of all instruction
-#     sets but scalar and avx2, of kernels that convert, too.
-# The build uses -O1, which compiles faster: do not measure its speed. KTCONVERT_CFLAGS adds flags; PRELOAD names more libraries to preload.
+# x86-64 as available. Tile instructions of AMX are trapped (tests/rig/amx_trapped.c). For the rest, there are two
+# builds:
+#   - A CPU with AVX-512 VNNI runs AVX-VNNI as AVX-512 encodes it. Selected: tests of AMX and AVX-VNNI. AVX-VNNI has
+#     kernels only for AMXINT4, AMXINT8 and integers.
+#   - A CPU with AVX2 only runs AVX2 instead of AVX-512 (tests/rig/avx512_emulated.h). Selected: all of these tests but
+#     those of scalar and avx2, and those of the kernels that convert.
+# The build uses -O1, which compiles faster: do not measure its speed. KTCONVERT_CFLAGS adds flags; PRELOAD names more
+# libraries to preload.
 # Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and the tests above)
 set -eu
 cd "$(dirname "$0")/.."

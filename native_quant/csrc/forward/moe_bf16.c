@@ -134,7 +134,8 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
                 sum_activations(pass->kernels, rounds_h, KT_PANEL_ROWS, h + j,
                                 &group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS]);
-            for (int64_t j = 0; rounds_h.once && j < m * width; j += width) pass->kernels->round_units(KT_PANEL_ROWS, h + j);
+            for (int64_t j = 0; rounds_h.once && j < m * width; j += width)
+                pass->kernels->round_units(KT_PANEL_ROWS, h + j);
         }
     }
 }
