@@ -15,9 +15,17 @@ const SCHEMES = ["light", "dark"];
 const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png" };
 // Words, a part of the address that one of the first results has, and how many results count as the first: 3 unless told.
 const SEARCHES = [
-  ["NUMA", "/reference/commands/"], ["int4 vs int8", "/start/choose/"], ["serve openai", "serve/"], ["out of memory", "/how-to/troubleshoot/"],
+  ["NUMA", "/reference/commands/"], ["int4 vs int8", "/start/choose/"], ["serve openai", "serve/"],
   ["install", "/start/install/"], ["uninstall", "/start/install/"], ["--numa", "/reference/commands/"], ["--max-memory", "/reference/commands/"],
   ["cpu --dry-run", "/reference/commands/"], ["KTExperts", "/reference/python/", 1], ["KTMoEWrapper", "/reference/python/", 1],
+  // The first result is a page, and the next its best section.
+  ["port already in use", "/how-to/troubleshoot/#port-or-address-already-in-use", 2],
+  ["address already in use", "/how-to/troubleshoot/#port-or-address-already-in-use", 2],
+  ["out of memory", "/how-to/troubleshoot/#killed-out-of-memory-oom", 2], ["killed", "/how-to/troubleshoot/#killed-out-of-memory-oom", 2],
+  ["amx", "/reference/commands/doctor/#instruction-sets-avx2-avx-512-amx", 2],
+  ["avx2", "/reference/commands/doctor/#instruction-sets-avx2-avx-512-amx", 2],
+  ["api key", "/how-to/serve/#api-key-authentication-of-requests", 2],
+  ["ctrl-c", "/how-to/resume/#stop-with-ctrl-c-and-continue", 2], ["interrupted", "/how-to/resume/", 1],
 ];
 const problems = [];
 
