@@ -1,6 +1,7 @@
 """The documentation matches the program: every command, option, table row, link and example is checked.
 
-`python tests/test_docs.py` writes the generated tables of options, architectures and events, and the docstrings in python.md.
+`python tests/test_docs.py` writes the generated tables of options, architectures and events, the list of commands, and the
+docstrings in python.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, formats_by_option
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.matrix import KINDS
-from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli import COMMANDS, HEADINGS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters
 from ktconvert.pipeline.cli.config_file import OTHER_VARIABLES, PREFIX
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
@@ -52,6 +53,7 @@ DOCS = ROOT / "docs"
 FIRST_CONVERSION = DOCS / "start" / "first-conversion.md"
 FIT_PAGE = DOCS / "how-to" / "fit.md"
 REFERENCE = DOCS / "reference"
+COMMANDS_PAGE = REFERENCE / "commands" / "index.md"
 FORMATS_PAGE = REFERENCE / "formats.md"
 FROM_KT_KERNEL_PAGE = DOCS / "how-to" / "from-kt-kernel.md"
 ARCHITECTURES_PAGE = REFERENCE / "architectures.md"
@@ -199,6 +201,30 @@ def values_of_option(name: str, flag: str) -> str:
     choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
     values = f" Values: {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
     return textwrap.fill(f"*Default: {default}.{values}*", 120, break_long_words=False, break_on_hyphens=False)
+
+
+def list_of_commands() -> str:
+    """Return the commands in the groups of `ktconvert --help`, for docs/reference/commands/index.md."""
+    lines = []
+    for heading, commands in HEADINGS.items():
+        lines += [f"**{heading}**", ""]
+        for name, text in commands.items():
+            item = f"- [{name}]({name}.md): {text}"
+            lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def with_commands(page: str) -> str:
+    pattern = r"(?<=<!-- commands -->\n).*(?=<!-- end of commands -->)"
+    return re.sub(pattern, lambda _: f"\n{list_of_commands()}\n", page, flags=re.S)
+
+
+def test_list_of_commands_and_menu_have_the_groups_of_the_help() -> None:
+    page = read_text(COMMANDS_PAGE)
+    assert with_commands(page) == page, "run `python tests/test_docs.py`"
+    menu = read_text(ROOT / "mkdocs.yml")
+    assert re.findall(r"^ +- ([\w-]+): reference/commands/", menu, re.M) == [*COMMANDS]
 
 
 def examples() -> list[tuple[str, str]]:
@@ -727,6 +753,7 @@ def test_every_page_is_in_the_menu() -> None:
 if __name__ == "__main__":
     for each in COMMANDS:
         page_of(each).write_text(with_rows_of_options(each))
+    COMMANDS_PAGE.write_text(with_commands(read_text(COMMANDS_PAGE)))
     JSON_PAGE.write_text(with_events(read_text(JSON_PAGE)))
     SCHEMA.write_text(schema())
     PYTHON_PAGE.write_text(python_page.write_page(read_text(PYTHON_PAGE)))
