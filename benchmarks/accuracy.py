@@ -161,7 +161,7 @@ def measure_bundled_model(folder: Path) -> list[tuple[str, list[str]]]:
         method = FORMATS[name].option
         scale_options = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
         scale_options += ("--gptq-steps", steps) if steps else ()
-        run_ktconvert("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *scale_options)
+        run_ktconvert("cpu", "-i", MODEL, "-o", output, "--quant-method", method, "--numa", 2, *scale_options)
         report = json.loads(
             run_ktconvert(
                 "eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--sequence-length", LENGTH, "--json"
