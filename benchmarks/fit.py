@@ -52,9 +52,9 @@ def main() -> None:
     print(f"{'model':22} {'tensors':>8} {'CPU s':>6} {'wall s':>6} {'MB':>5}  recommended")
     with tempfile.TemporaryDirectory(prefix="ktconvert-fit-", dir=options.dir) as scratch:
         for name in options.models:
-            tensors, config = shapes.list_tensors(shapes.SHAPES[name])
             folder = Path(scratch) / name
-            models.write_model(folder, tensors, config, max(1, sum(t.nbytes for t in tensors) // 5_000_000_000))
+            shapes.write_headers(name, folder)
+            count = len(shapes.list_tensors(shapes.SHAPES[name])[0])
             run = timing.run([*PROGRAM, "fit", str(folder), *MACHINE, "--json"])
             document = json.loads(run.output)
             best = document["choices"][0]
@@ -63,7 +63,7 @@ def main() -> None:
                 f"{best['method']}, {where}, {best['tokens_per_second']:.1f} tokens/s{compare_with_plan(folder, best)}"
             )
             figures = f"{run.user + run.system:6.1f} {run.wall:6.1f} {run.max_rss / 1e6:5.0f}"
-            print(f"{name:22} {len(tensors):8} {figures}  {text}", flush=True)
+            print(f"{name:22} {count:8} {figures}  {text}", flush=True)
 
 
 def compare_with_plan(folder: Path, best: dict[str, object]) -> str:

@@ -1,12 +1,16 @@
 """Shapes of released models, for headers without weights: sizes as published, names of tensors as their loaders read.
 
 A row has what decides memory: experts, attention, vocabulary. Norms and small tensors are left out.
+
+python benchmarks/shapes.py Qwen3-235B-A22B    writes the directory Qwen3-235B-A22B, which takes 8 MB of disk
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import models
@@ -241,3 +245,16 @@ def _packed_experts(block: str, count: int, hidden: int, width: int) -> Iterator
         yield Tensor(f"{block}experts.{name}_blocks", "U8", (count, n, k // 32, 16))
         yield Tensor(f"{block}experts.{name}_scales", "U8", (count, n, k // 32))
         yield Tensor(f"{block}experts.{name}_bias", "BF16", (count, n))
+
+
+def write_headers(name: str, folder: Path) -> None:
+    """Write the config and the headers of a model, in shards of about 5 GB whose weights are holes."""
+    tensors, config = list_tensors(SHAPES[name])
+    models.write_model(folder, tensors, config, max(1, sum(tensor.nbytes for tensor in tensors) // 5_000_000_000))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=SHAPES)
+    model = parser.parse_args().model
+    write_headers(model, Path(model))
