@@ -72,7 +72,8 @@ def compare_with_plan(folder: Path, best: dict[str, object]) -> str:
         return ""
     words = ("cpu", "-i", folder, "-o", f"{folder}-out", "--quant-method", best["quant_method"], "--dry-run", "--json")
     run = timing.run([*PROGRAM, *map(str, words), "--threadpool-count", "2", "-q"])
-    plan = next(event for event in map(json.loads, run.output.splitlines()) if event["event"] == "plan")
+    lines = (line for line in run.output.splitlines() if line.startswith("{"))  # the output has warnings, too
+    plan = next(event for event in map(json.loads, lines) if event["event"] == "plan")
     return "" if plan["bytes_out"] == best["output"] else f"; the plan has {plan['bytes_out']} bytes"
 
 
