@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, StateError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.layouts.outputs.format import explain_illegal_count
@@ -267,7 +267,7 @@ class KTExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the loaded experts. Raises ValueError after close()."""
+        """Bytes of the loaded experts. Raises StateError after close()."""
         return self._packed.nbytes
 
     def _list_activations(self) -> list[str]:
@@ -312,8 +312,8 @@ class KTExperts:
         norm        factors, float32 [H], and epsilon, above 0, for experts with a norm of their output, which is then
                     y * factors / sqrt(mean((y * factors)^2) + epsilon)
         All arrays must be contiguous. Raises ArgumentError for any other array, for the first wrong id if strict_ids,
-        for a missing norm, and after close(); MemoryError; ResourceError if a forked process cannot start threads;
-        InputError if a mapped file cannot be read.
+        and for a missing norm; StateError after close(); MemoryError; ResourceError if a forked process cannot start
+        threads; InputError if a mapped file cannot be read.
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
@@ -411,11 +411,11 @@ class KTExperts:
 
     @property
     def _packed(self) -> weights.LayerWeights:
-        """The weights. Raises ValueError after close()."""
+        """The weights. Raises StateError after close()."""
         return self._require_open()[1]
 
     def close(self) -> None:
-        """Release the weights: no new forward can start. The last job that uses them frees them."""
+        """Release the weights: later forwards raise StateError. The last job that uses them frees them."""
         self._memory = self._missing = None
 
     def __repr__(self) -> str:
@@ -448,7 +448,7 @@ class KTExperts:
 
     def _require_open(self) -> tuple[Any, weights.LayerWeights, Any]:
         if (memory := self._memory) is None:
-            raise ArgumentError(f"the experts of layer {self.layer} were closed; load them again")
+            raise StateError(f"the experts of layer {self.layer} were closed; load them again")
         return memory
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:
