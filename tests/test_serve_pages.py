@@ -214,7 +214,7 @@ def test_docs_describe_every_path_with_a_command_that_works(url, folder):
 def test_docs_name_the_address_of_the_request(host, address, url):
     """A host that would change the meaning of a command is not shown."""
     page = httpx.get(f"{url}/docs", headers={"host": host}).text
-    assert f"<pre>curl {address}/health</pre>" in page.replace(' \\\n    -H &#34;Authorization: Bearer $KEY&#34;', "")
+    assert f"<pre>curl {address}/health</pre>" in page.replace(" \\\n    -H &#34;Authorization: Bearer $KEY&#34;", "")
     assert f"<code>{address}/v1</code>" in page
     assert "reboot" not in page
 

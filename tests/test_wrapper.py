@@ -389,7 +389,7 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
         lambda: closed.submit_forward(hidden, ids, weights),
         lambda: closed.submit_write_weight_scale_to_buffer(1, 0, *buffers),
     ):
-        with pytest.raises(StateError, match="^the experts of layer 0 were closed; load them again"):
+        with pytest.raises(StateError, match=r"^the experts of layer 0 were closed; load them again"):
             use()
     with pytest.raises(StateError, match="without a submit_forward"):
         wrapper.sync_forward(hidden)
