@@ -236,13 +236,13 @@ def test_paths_without_usable_data_are_refused(tmp_path: Path) -> None:
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: unsupported kind of file"),
         ("empty", ("README.md",), "has no data"),
-        ("none", (), "no such file or folder"),
+        ("none", (), "does not exist"),
     ):
         for name in files:
             write_jsonl(tmp_path / dataset / name, [{"text": "a"}])
         with pytest.raises(InputError, match=message):
             local_files(str(tmp_path / dataset))
-    with pytest.raises(InputError, match="no such file or folder"):
+    with pytest.raises(InputError, match="does not exist"):
         local_files("data/none.jsonl")
     assert local_files("HuggingFaceH4/ultrachat_200k") == []  # the name of a repository
 

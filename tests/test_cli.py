@@ -423,5 +423,5 @@ def test_words_are_shown_as_they_are_written_in_help_and_messages(cli: Any) -> N
 def test_data_sets_and_texts_have_the_same_options(tmp_path: Path, cli: Any, example: Path) -> None:
     text = tmp_path / "absent.txt"
     for command in ("calibrate", "gpu"):
-        assert f"{text}: no such file" in cli(command, example, tmp_path / "o", "--text", text, code=5).stderr
+        assert f"{text}: does not exist; " in cli(command, example, tmp_path / "o", "--text", text, code=5).stderr
     assert f"{text}: does not exist" in cli("eval", example, "--gpu-weights", example, "--dataset", text, code=5).stderr

@@ -182,7 +182,7 @@ def test_a_hub_that_does_not_answer_is_explained(tmp_path):
     conversion.check_refusal(
         conversion.ktconvert("fit", "org/small", *MACHINE, env=env),
         5,
-        "org/small: no such file or directory here",
+        "org/small: does not exist here",
         "cannot be downloaded, as the hub http://127.0.0.1:9 cannot be reached; ",
         "check the network",
     )

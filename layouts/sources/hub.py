@@ -53,8 +53,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if file is not None and not companions_only:
         return _resolve_file(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
-        remedy = "give a checkpoint's directory, or a hub id such as org/name"
-        raise InputError(f"{text}: no such file or directory{suggest_path(text)}; {remedy}")
+        raise absent_model(text)
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
@@ -63,6 +62,12 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
         raise InputError(f"{text}: has no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder
+
+
+def absent_model(text: str) -> InputError:
+    """Return the error for a model that is neither an existing path nor a hub id."""
+    remedy = "check the path, or give a hub id such as org/name"
+    return InputError(f"does not exist{suggest_path(text)}", remedy, path=text)
 
 
 def list_parts(file: PurePosixPath) -> list[str]:
@@ -147,7 +152,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
     Raises InputError and ResourceError.
     """
     require_packages(
-        f"{name}: no such file or directory here, not in the local cache, and downloading", [PACKAGE], "hub"
+        f"{name}: does not exist here, is not in the local cache, and downloading", [PACKAGE], "hub"
     )
     from huggingface_hub import snapshot_download
 
@@ -203,7 +208,7 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     remedy = "correct the path"
     if not Path(name).parent.is_dir():  # a path rather than the name of a model
         remedy += f", check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
-    absent = f"no such file or directory here{suggest_path(name)}"
+    absent = f"does not exist here{suggest_path(name)}"
     reason = f" ({str(e).strip().partition(chr(10))[0] or type(e).__name__})"
     if NO_ANSWER & {kind for error in errors for kind in _list_kinds(error)}:
         reason = f", as the hub {read_endpoint()} cannot be reached"
@@ -220,7 +225,7 @@ def _list_causes(error: BaseException) -> list[BaseException]:
 
 
 def _list_kinds(error: BaseException) -> set[str]:
-    """Return the names of the classes of an exception: libraries, and their versions, have them in different modules."""
+    """Return the names of an exception's classes, whose modules differ between libraries and their versions."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 

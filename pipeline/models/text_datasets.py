@@ -210,7 +210,7 @@ def local_files(dataset: str) -> list[Path]:
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         remedy = f"set --dataset to a file or folder ({SUFFIXES}), or a hub id such as org/name"
-        raise InputError(f"{dataset}: no such file or folder; {remedy}")
+        raise InputError(f"{dataset}: does not exist; {remedy}")
     if not path.is_dir():
         file_kind(path)
         return [path]
