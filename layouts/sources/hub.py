@@ -151,9 +151,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
 
     Raises InputError and ResourceError.
     """
-    require_packages(
-        f"{name}: does not exist here, is not in the local cache, and downloading", [PACKAGE], "hub"
-    )
+    require_packages(f"{name}: does not exist here, is not in the local cache, and downloading", [PACKAGE], "hub")
     from huggingface_hub import snapshot_download
 
     try:
