@@ -63,11 +63,11 @@ class MissingPackageError(KTConvertError, ImportError):  # type: ignore[misc]  #
     """A package that is not installed, or cannot be imported; the message has the command that installs it."""
 
 
-class UsageError(KTConvertError, exit_code=2):
+class UsageError(KTConvertError, ValueError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 
 
-class ArgumentError(UsageError, ValueError, exit_code=2):
+class ArgumentError(UsageError, exit_code=2):
     """An argument of a Python call that has the wrong type, dtype, shape or value."""
 
 
@@ -76,7 +76,7 @@ class CallError(ArgumentError, TypeError, exit_code=2):
 
 
 class StateError(UsageError, RuntimeError, exit_code=2):
-    """A Python call before the one that it needs, such as a forward before weights are loaded."""
+    """A Python call before the one that it needs, or after close(), such as a forward without loaded weights."""
 
 
 class UnsupportedError(KTConvertError, exit_code=3):

@@ -315,8 +315,10 @@ def test_messages_of_the_classes_name_their_arguments() -> None:
     mask = [[True, False], [False, False], [True, True]]
     config = ktconvert.KTConvertConfig(cpu_weights="out", gpu_experts_mask=mask)
     assert repr(config) == "KTConvertConfig(cpu_weights='out', gpu_experts_mask='bool [3, 2]')"
-    with pytest.raises(UsageError, match=r"^gpu_experts_mask and num_gpu_experts exclude each other; give one of them"):
+    with pytest.raises(ValueError, match=r"^gpu_experts_mask and num_gpu_experts exclude each other; give one of them"):
         ktconvert.KTConvertConfig(gpu_experts_mask="mask.safetensors", num_gpu_experts=1)
+    with pytest.raises(ValueError, match=r"^gpu_experts is set, but no experts are selected; "):
+        ktconvert.KTConvertConfig(gpu_experts="packed")
 
 
 def test_every_class_has_the_same_capitals() -> None:
@@ -325,15 +327,15 @@ def test_every_class_has_the_same_capitals() -> None:
 
 
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'model' is not a conversion; begin with one of 'cpu', "):
+    with pytest.raises(UsageError, match="'model' is not a conversion; plan and convert take one of 'cpu', "):
         ktconvert.plan("model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match=r"'resume' is not a conversion; call ktconvert\.convert again"):
         ktconvert.convert("resume", "out")  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match="'serve' is not a conversion; begin with one of 'cpu', "):
+    with pytest.raises(ArgumentError, match="'serve' is not a conversion; plan and convert take one of 'cpu', "):
         ktconvert.plan("serve", "model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match="'CPU' is not a conversion; did you mean 'cpu'"):
         ktconvert.plan("CPU", "model", "out")  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match=r"\['cpu'\] is not a conversion; begin with one of 'cpu', "):
+    with pytest.raises(ArgumentError, match=r"\['cpu'\] is not a conversion; plan and convert take one of 'cpu', "):
         ktconvert.plan(["cpu"], "model", "out")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match=r"group_size must be one of 128, 64, 32, not 5\.$"):
         ktconvert.plan("gpu", "model", "out", group_size=5)  # type: ignore[call-overload]

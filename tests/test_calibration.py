@@ -14,6 +14,8 @@ import pytest
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models.text_datasets import Ids, local_files, read_samples, read_samples_by_length
 from ktconvert.pipeline.options.option_groups import Samples
+from rig import conversion
+from rig.hub_server import serve_hub
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
 pytest.importorskip("transformers", reason="needs the extra gpu")
@@ -234,13 +236,13 @@ def test_paths_without_usable_data_are_refused(tmp_path: Path) -> None:
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: unsupported kind of file"),
         ("empty", ("README.md",), "has no data"),
-        ("none", (), "no such file or folder"),
+        ("none", (), "does not exist"),
     ):
         for name in files:
             write_jsonl(tmp_path / dataset / name, [{"text": "a"}])
         with pytest.raises(InputError, match=message):
             local_files(str(tmp_path / dataset))
-    with pytest.raises(InputError, match="no such file or folder"):
+    with pytest.raises(InputError, match="does not exist"):
         local_files("data/none.jsonl")
     assert local_files("HuggingFaceH4/ultrachat_200k") == []  # the name of a repository
 
@@ -292,8 +294,34 @@ def test_offline_runs_read_local_files_and_downloads(tmp_path: Path) -> None:
     expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split
-    assert missing.startswith("InputError org/none: cannot be loaded")
+    problem = "is not in the local cache, and HF_HUB_OFFLINE is set; "
+    assert missing.startswith(f"UnreachableError org/none: {problem}")
     for remedy in ("set --dataset to a file", "hf download --repo-type dataset org/none"):
         assert remedy in missing
     leftovers = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
     assert not leftovers, leftovers
+
+
+@pytest.mark.parametrize(
+    ("words", "offline", "problem", "alternative"),
+    [
+        ("cpu --scale gptq", "1", "is not in the local cache, and HF_HUB_OFFLINE is set; set --dataset", "--scale mse"),
+        (
+            "gpu --quant-method GPTQ",
+            "0",
+            "neither a local path nor a public data set of the hub; correct the name",
+            "--quant-method RTN",
+        ),
+    ],
+)
+def test_a_data_set_that_cannot_be_loaded_has_a_remedy_of_the_command(
+    words: str, offline: str, problem: str, alternative: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("llmcompressor")
+    command, *options = words.split()
+    with serve_hub({}) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "hf")}
+        paths = ROOT / "examples" / "qwen3-moe-small", tmp_path / "out"
+        done = conversion.ktconvert(command, *paths, "--dataset", "org/none", *options, env=env)
+    conversion.check_refusal(done, 5, f"org/none: {problem}", f", or use {alternative}.")
+    assert "EntryNotFound" not in done.stderr

@@ -228,6 +228,8 @@ def test_help_is_printed_without_a_command_and_after_the_word_help(cli: Any) -> 
     assert (result.stdout, result.stderr) == ("", shown)
     assert cli("help", "verify").stdout == cli("verify", "--help").stdout
     assert "Did you mean 'verify'" in cli("help", "verfy", code=2).stderr
+    assert cli("help", "cpu", "x", "y", code=2).stderr == "ktconvert: help describes one command; leave out x, y.\n"
+    assert cli("help", "cpu", "--help-all").stdout == cli("cpu", "--help-all").stdout
 
 
 def test_help_all_prints_all_options_of_all_commands(cli: Any) -> None:
@@ -350,6 +352,10 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
         ("cpu MODEL OUT --method int8", "Did you mean '?--quant-method"),
         ("gpu MODEL OUT --method RTN", "Did you mean '?--quant-method"),
         ("cpu MODEL OUT --force", "Did you mean '?--overwrite"),
+        ("cpu MODEL OUT --quant int4", r"Did you mean '--quant-method'\?$"),
+        ("gpu MODEL OUT --quant RTN", r"Did you mean '--quant-method' or '--quant-type'\?$"),
+        ("cpu MODEL OUT --s 1", r"No such option '--s'; see `ktconvert cpu --help`\.$"),  # many begin with it
+        ("--vers", r"Did you mean '--version'\?$"),
         ("train MODEL OUT --random-seed 1", "Did you mean '?--seed"),
         ("train MODEL OUT --lr 1", "Did you mean '?--learning-rate"),
         ("run MODEL --seed 1", "No such option '--seed': it is one of `ktconvert cpu`, `gpu`, `calibrate`, `train`.$"),
@@ -417,5 +423,5 @@ def test_words_are_shown_as_they_are_written_in_help_and_messages(cli: Any) -> N
 def test_data_sets_and_texts_have_the_same_options(tmp_path: Path, cli: Any, example: Path) -> None:
     text = tmp_path / "absent.txt"
     for command in ("calibrate", "gpu"):
-        assert f"{text}: no such file" in cli(command, example, tmp_path / "o", "--text", text, code=5).stderr
+        assert f"{text}: does not exist; " in cli(command, example, tmp_path / "o", "--text", text, code=5).stderr
     assert f"{text}: does not exist" in cli("eval", example, "--gpu-weights", example, "--dataset", text, code=5).stderr

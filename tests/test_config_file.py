@@ -85,7 +85,7 @@ def test_a_table_for_all_commands_reaches_those_that_have_the_option(write_confi
 def test_every_kind_of_value_can_be_set(write_config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(
         "[cpu]\nmethod-map = ['0=int8', '1=int8']\nlayers = 1\nsave_backward_weights = true\nstatistics = '/data'\n"
-        "[eval]\nwindow = 64\n[verify]\nload = false\n[serve]\nadapter = ['a=/x', '/y']\ntemperature = 1\n"
+        "[eval]\nsequence_length = 64\n[verify]\nload = false\n[serve]\nadapter = ['a=/x', '/y']\n[run]\ntemperature = 1\n"
     )
     cpu = read_settings("cpu", "model", "out")
     assert (cpu["method_map"], cpu["layers"], cpu["statistics"]) == (("0=int8", "1=int8"), "1", Path("/data"))
@@ -111,6 +111,9 @@ WRONG = {
     "[all]\nthreds = 1": "[all] threds: no option with a default has this name; did you mean threads?",
     "[cpu]\ninput = 'model'": "[cpu] input: no option with a default has this name",
     "[cpu]\ngpu = true": "[cpu] gpu: no option with a default has this name",
+    "[serve]\nprot = 1": "[serve] prot: no option with a default has this name; did you mean port?",
+    "[run]\nx = 1": "[run] x: no option with a default has this name; see `ktconvert run --help-all`.",
+    "[cpu]\nthreads = 1\n[gpu]\nthreds = 1": "[gpu] threds: no option with a default has this name; did you mean threads?",
     "[cpi]\nthreads = 1": "[cpi]: no command has this name; did you mean cpu?",
     "threads = 1": "threads is in no table; write it below [all]",
     "[cpu]\nthreads = 0": "[cpu] threads: must be at least 1, not 0; correct the value.",

@@ -176,7 +176,11 @@ BAD_SCHEDULER_FILES = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"typ
 @pytest.mark.parametrize(
     ("name", "code", "messages"),
     [
-        ("nonsense", 2, ("nonsense", "threads, dask")),
+        (
+            "nonsense",
+            2,
+            ("nonsense: unknown", " threads:N, ", " dask:local:N, ", " dask:tls://HOST:PORT, ", " dask:FILE "),
+        ),
         ("threads:0", 2, ("a number of threads",)),
         ("threads:many", 2, ("a number of threads",)),
         ("dask:", 2, ("file not found", "tcp://HOST:PORT")),

@@ -550,7 +550,7 @@ def test_bad_options_are_explained_in_one_sentence(tiny, options, code, text):
 
 @pytest.mark.parametrize("name", ["absent", "a/b/c"])
 def test_a_model_that_does_not_exist_is_explained(name):
-    conversion.check_refusal(conversion.ktconvert("fit", name, *LARGE), 5, f"{name}: no such file or directory")
+    conversion.check_refusal(conversion.ktconvert("fit", name, *LARGE), 5, f"{name}: does not exist; check the path")
 
 
 def test_defaults_are_those_of_this_machine(tiny):

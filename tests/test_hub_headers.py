@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from ktconvert.layouts.sources.hub_headers import FIRST_BYTES
 from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
-from rig.hub_server import COMMIT, Hub, serve_hub
+from rig.hub_server import COMMIT, Hub, serve, serve_hub
 
 pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,14 +151,40 @@ def test_what_the_hub_does_not_have_is_named(hub, tmp_path, name, options, text)
     conversion.check_refusal(fit(hub, tmp_path, name, *options), 5, text)
 
 
+@pytest.mark.parametrize(
+    ("status", "problem", "remedy"),
+    [
+        (401, "neither a local path nor a public model of the hub", "correct the name, or run `hf auth login`"),
+        (404, "neither a local path nor a public model of the hub", "correct the name, or run `hf auth login`"),
+        (403, "the hub refuses access to the model (status 403)", "run `hf auth login`"),
+        (501, "answers with status 501", "try again later"),
+    ],
+)
+def test_answers_of_the_hub_are_told_from_a_missing_network(status, problem, remedy, tmp_path):
+    class Refusal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_POST = do_GET
+
+    with serve(Refusal) as url:
+        hub = Hub({}, url)
+        for done in (fit(hub, tmp_path, "org/absent"), run(hub, tmp_path, "cpu", "org/absent", str(tmp_path / "out"))):
+            conversion.check_refusal(done, 5, "org/absent: ", problem, remedy)
+            assert "cannot be reached" not in done.stderr
+
+
 def test_a_hub_that_does_not_answer_is_explained(tmp_path):
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "XDG_CACHE_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
     env |= {"HF_HUB_OFFLINE": "0"}
     conversion.check_refusal(
         conversion.ktconvert("fit", "org/small", *MACHINE, env=env),
         5,
-        "org/small: no such file or directory here",
-        "cannot be downloaded",
+        "org/small: does not exist here",
+        "cannot be downloaded, as the hub http://127.0.0.1:9 cannot be reached; ",
+        "check the network",
     )
 
 

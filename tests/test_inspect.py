@@ -60,7 +60,7 @@ def test_checkpoint_is_described(example, cli):
     stdout = cli("inspect", example).stdout
     assert "NUMA slices 1, 2; 1.5 MiB" in stdout
     assert "not 4: the intermediate size per slice" in stdout
-    assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
+    assert "does not exist; check the path" in cli("inspect", example / "nothing", code=5).stderr
 
 
 def test_printed_command_makes_the_predicted_output(example, tmp_path, cli, monkeypatch):

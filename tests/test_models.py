@@ -236,7 +236,7 @@ def test_repair_with_a_damaged_download_keeps_the_old_file(
         (["--check", "org/tiny", "--against", "org/tiny"], UsageError, "only for a directory"),
         (["{folder}", "--check", "org/tiny"], UsageError, "--check takes no FOLDERS"),
         (["--check", "org/tiny"], InputError, "not in the local cache"),
-        (["--check", "{folder}/absent"], InputError, "no such directory"),
+        (["--check", "{folder}/absent"], InputError, "does not exist; check the path"),
     ],
 )
 def test_refusals_say_what_to_do(

@@ -341,7 +341,7 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
     counts = "has no counts of routed tokens (counts.safetensors or expert_counts.json); run `ktconvert calibrate"
     for words, code, message in (
         (("experts", source, "-o", "mask.safetensors", "--num-gpu-experts", 1), 5, f"{source}: {counts}"),
-        (("inspect", source.with_name("modle")), 5, f"no such file or directory (did you mean {source}?); give"),
+        (("inspect", source.with_name("modle")), 5, f"does not exist (did you mean {source}?); check"),
         (
             ("cpu", tmp_path / "dense.gguf", tmp_path / "out"),
             3,

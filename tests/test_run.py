@@ -71,7 +71,7 @@ def test_without_a_network_the_cache_is_used_and_nothing_is_requested_twice(cli,
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path)}
     options = ("org/small", "--prompt", "import os", "--max-new-tokens", 4, "--cpu-weights", weights)
     refused = cli("run", *options, env=env, code=5)
-    assert len(refused.stderr.splitlines()) == 1 and "org/small: no such file or directory here" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and "org/small: does not exist here" in refused.stderr
     commit = "0" * 40
     shutil.copytree(example, tmp_path / "models--org--small" / "snapshots" / commit)
     (tmp_path / "models--org--small" / "refs").mkdir()
@@ -268,7 +268,7 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
         assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {message}"), error
 
     nothing = tmp_path / "nothing"
-    check_refusal(nothing, "no such directory; give a model's directory or its hub id")
+    check_refusal(nothing, "does not exist; check the path, or give a hub id such as org/name")
     check_refusal(weights, "contains converted experts, not a model; give the original model")
     (adapter := tmp_path / "adapter").mkdir()
     (adapter / "adapter_config.json").write_text("{}")

@@ -1,5 +1,6 @@
 """The forward: kt-kernel's bits in exact mode, closer to the truth by default, and the same bits in all settings."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ktconvert.layouts.errors import ArgumentError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, StateError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
@@ -291,6 +292,18 @@ def test_printed_experts_show_method_and_sizes(make) -> None:
     assert repr(experts) == f"KTExperts(path=None, layer=0, method={experts.method!r}, {sizes})"
     experts.close()
     assert repr(experts).endswith(", closed)")
+
+
+def test_closed_experts_raise_a_state_error(make) -> None:
+    experts, *call = make()
+    copied = copy.copy(experts)
+    with experts:
+        pass
+    experts.close()  # again
+    for use in (lambda: experts.forward(*call), lambda: experts.nbytes, lambda: experts._submit(*call, out=call[0])):
+        with pytest.raises(StateError, match=r"^the experts of layer 0 were closed; load them again\.$"):
+            use()
+    assert copied.nbytes and copied.forward(*call).any()
 
 
 def test_the_maximum_of_slices_and_experts_per_token_computes(make):

@@ -28,7 +28,49 @@ KEY = "sk-0123456789"
 ORIGIN = "https://chat.example.org"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
+# A page with the elements that the chat's script uses. It prints what the page shows when it is loaded, when a message
+# is sent without a key, and when the key is entered. The requests go to the server.
+BROWSER = """
+const errors = [], requests = [], elements = {};
+let focus = null;
+const note = {textContent: "", remove() {}};
+class Element {
+  constructor(id) { Object.assign(this, {id, value: "", dataset: {}, listeners: {}, hidden: false}); }
+  addEventListener(kind, listener) { this.listeners[kind] = listener; }
+  focus() { focus = this.id; }
+  closest() { return this; }
+  replaceChildren() {}
+  append() { if (this.className === "error") errors.push("shown"); }
+  querySelector() { return note; }
+  querySelectorAll() { return []; }
+}
+const document = {
+  body: {dataset: NEEDS_KEY ? {needsKey: ""} : {}},
+  getElementById: (id) => elements[id] ??= new Element(id),
+  createElement: () => new Element(),
+  querySelector: () => new Element(),
+};
+const Option = function () {};
+const send = globalThis.fetch;
+{
+  const fetch = (path, options) => { requests.push(path); return send("URL" + path, options); };
+  SCRIPT
+}
+const look = () => JSON.parse(
+  JSON.stringify({requests, errors, note: note.textContent, focus, open: elements.settings.open})
+);
+(async () => {
+  const states = [look()];
+  elements.text.value = "Hello!";
+  await elements.form.listeners.submit({preventDefault() {}});
+  states.push(look());
+  elements.key.value = "KEY";
+  await elements.key.listeners.change();
+  console.log(JSON.stringify([...states, look()]));
+})();
+"""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \S.*")
 
 
@@ -153,10 +195,42 @@ def test_docs_describe_every_path_with_a_command_that_works(url, folder):
     assert "number, at least 0, at most 2" in page  # temperature
     for command in commands:
         assert 'Authorization: Bearer $KEY"' in command
-        script = f"{command.replace('http://HOST:PORT', url)} -sS -w '%{{http_code}}'"
+        assert command.startswith(f"curl {url}/")
+        script = f"{command} -sS -w '%{{http_code}}'"
         environment = {**os.environ, "KEY": KEY}
         result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=environment)
         assert result.stdout[-3:] == ("404" if '"NAME"' in command else "200"), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("my_server.example.org", "http://my_server.example.org"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("a$(reboot)", "http://HOST:PORT"),
+        ("<b>", "http://HOST:PORT"),
+    ],
+)
+def test_docs_name_the_address_of_the_request(host, address, url):
+    """A host that would change the meaning of a command is not shown."""
+    page = httpx.get(f"{url}/docs", headers={"host": host}).text
+    assert f"<pre>curl {address}/health</pre>" in page.replace(" \\\n    -H &#34;Authorization: Bearer $KEY&#34;", "")
+    assert f"<code>{address}/v1</code>" in page
+    assert "reboot" not in page
+
+
+@needs_node
+def test_the_chat_asks_for_the_key_before_it_sends_a_request(url):
+    page = httpx.get(url).text
+    [script] = re.findall("<script>(.*?)</script>", page, re.S)
+    needs_key = "<body data-needs-key>" in page
+    run = BROWSER.replace("SCRIPT", script).replace("NEEDS_KEY", json.dumps(needs_key)).replace("URL", f"{url}/")
+    done = subprocess.run(["node", "-"], input=run.replace("KEY", KEY), capture_output=True, text=True, check=True)
+    asked, typed, entered = json.loads(done.stdout)
+    note = "This server requires an API key. Enter it in the settings, then write a message."
+    assert asked == {"requests": [], "errors": [], "note": note, "focus": "key", "open": True}
+    assert typed == asked
+    assert entered["requests"] == ["v1/models"] and entered["errors"] == []
 
 
 def read_json(text: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def test_a_newer_version_causes_a_warning(cli, tmp_path):
     result = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
     warning, error = result.stderr.splitlines()
     assert warning.startswith(f"warning: transformers 10.0 is newer than the tested versions, {TESTED}; if ")
-    assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id."
+    assert error == f"ktconvert: {nowhere}: does not exist; check the path, or give a hub id such as org/name."
 
 
 def test_python_imports_check_the_version(tmp_path, monkeypatch):

@@ -190,7 +190,7 @@ def test_nothing_starts_without_an_answer(tmp_path):
     [
         (EXAMPLE, ("--ram", "100MB"), 4, "nothing fits"),
         (EXAMPLE, ("--runtime", "sglang"), 2, "needs a GPU"),
-        ("absent", (), 5, "absent: no such file or directory"),
+        ("absent", (), 5, "absent: does not exist; check the path"),
         ("model.gguf", (), 2, "a GGUF has only the experts in usable form; give the model that it was made from"),
         ("model.gguf", ("--config", "empty"), 5, "has no config.json"),
         ("model.gguf", ("--config", "bare"), 5, "bare: "),

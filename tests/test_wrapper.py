@@ -381,6 +381,16 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
         with pytest.raises(StateError, match="layer 0 has no weights"):
             call(hidden, ids, weights)
     assert issubclass(StateError, RuntimeError)
+    closed = load(packed_example("int8", 1))
+    closed.moe.close()
+    buffers: list[list[int]] = [[], [], [], []]
+    for use in (
+        lambda: closed.forward(hidden, ids, weights),
+        lambda: closed.submit_forward(hidden, ids, weights),
+        lambda: closed.submit_write_weight_scale_to_buffer(1, 0, *buffers),
+    ):
+        with pytest.raises(StateError, match=r"^the experts of layer 0 were closed; load them again"):
+            use()
     with pytest.raises(StateError, match="without a submit_forward"):
         wrapper.sync_forward(hidden)
     few = (hidden[:, :128], ids, weights), (hidden[:3], ids, weights), (hidden, ids, weights[:, :1])

@@ -26,6 +26,8 @@ COMPANIONS = (*LOADED, "*.md", "LICENSE*", "NOTICE*")
 WEIGHTS = tuple(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only)
 FILES = (*WEIGHTS, *COMPANIONS)
 SIMILAR = 0.8  # similarity of two names, from 0 to 1, for which one may be a misspelling of the other
+# Exceptions, by their names in several libraries, without an answer of the server
+NO_ANSWER = {"ConnectionError", "OfflineModeIsEnabled", "Timeout", "TimeoutError", "TransportError"}
 TRUE = ("1", "true", "yes", "on")
 
 
@@ -40,17 +42,18 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     Raises InputError if that fails, UsageError for a revision of a local path.
     """
     text, path = str(name), Path(name)
+    is_here = False
     with contextlib.suppress(OSError, ValueError):
-        if path.exists():
-            if revision is not None:
-                raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
-            return path
+        is_here = path.exists()
+    if is_here:
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
+        return path
     file = FILE.fullmatch(text)
     if file is not None and not companions_only:
         return _resolve_file(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
-        remedy = "give a checkpoint's directory, or a hub id such as org/name"
-        raise InputError(f"{text}: no such file or directory{suggest_path(text)}; {remedy}")
+        raise absent_model(text)
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
@@ -59,6 +62,12 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
         raise InputError(f"{text}: has no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder
+
+
+def absent_model(text: str) -> InputError:
+    """Return the error for a model that is neither an existing path nor a hub id."""
+    remedy = "check the path, or give a hub id such as org/name"
+    return InputError(f"does not exist{suggest_path(text)}", remedy, path=text)
 
 
 def list_parts(file: PurePosixPath) -> list[str]:
@@ -89,6 +98,11 @@ def require_network(name: str, revision: str | None, cached: Path | None, files:
 def is_offline() -> bool:
     """Return whether the user forbids requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE
+
+
+def read_endpoint() -> str:
+    """Return the address of the hub."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def cache_root() -> Path:
@@ -137,9 +151,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
 
     Raises InputError and ResourceError.
     """
-    require_packages(
-        f"{name}: no such file or directory here, not in the local cache, and downloading", [PACKAGE], "hub"
-    )
+    require_packages(f"{name}: does not exist here, is not in the local cache, and downloading", [PACKAGE], "hub")
     from huggingface_hub import snapshot_download
 
     try:
@@ -170,25 +182,55 @@ def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
 
 def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     """Return the error for an exception of huggingface_hub or a library below it."""
-    kinds = {kind.__name__ for kind in type(e).__mro__}
+    errors = _list_causes(e)
+    answered = next((error for error in errors if _read_status(error) is not None), e)
+    kinds, status = _list_kinds(answered), _read_status(answered)
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(f"{name}: the disk of the cache {cache_root()} is full; set HF_HUB_CACHE to another")
     if "GatedRepoError" in kinds:
         return InputError(f"{name}: its owner asks for consent; accept on its hub page and run `hf auth login`")
     if "RevisionNotFoundError" in kinds:
-        return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
-    if "RepositoryNotFoundError" in kinds:
+        return InputError(f"{name}: has no revision {revision or 'main'}; look at its branches and tags on the hub")
+    is_absent = status in (401, 404) and "EntryNotFoundError" not in kinds
+    if "RepositoryNotFoundError" in kinds or is_absent:
         problem = f"neither a local path{suggest_path(name)} nor a public model of the hub"
-        return InputError(f"{name}: {problem}; if private, run `hf auth login`")
+        return InputError(f"{name}: {problem}; correct the name, or run `hf auth login` if the model is private")
+    if status == 403:
+        remedy = "run `hf auth login` with a token that may read it"
+        return InputError(f"{name}: the hub refuses access to the model (status {status}); {remedy}")
+    if status is not None:
+        return UnreachableError(f"{name}: the hub {read_endpoint()} answers with status {status}; try again later")
     if (untrusted := explain_certificate(name, e)) is not None:
         return untrusted
     remedy = "correct the path"
     if not Path(name).parent.is_dir():  # a path rather than the name of a model
         remedy += f", check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
-    absent = f"no such file or directory here{suggest_path(name)}"
-    problem = f"{absent}, and the model{at} cannot be downloaded"
+    absent = f"does not exist here{suggest_path(name)}"
+    reason = f" ({str(e).strip().partition(chr(10))[0] or type(e).__name__})"
+    if NO_ANSWER & {kind for error in errors for kind in _list_kinds(error)}:
+        reason = f", as the hub {read_endpoint()} cannot be reached"
+    problem = f"{absent}, and the model{at} cannot be downloaded{reason}"
     return UnreachableError(f"{name}: {problem}; {remedy}")
+
+
+def _list_causes(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that caused it."""
+    errors = [error]
+    while (cause := errors[-1].__cause__) is not None:
+        errors.append(cause)
+    return errors
+
+
+def _list_kinds(error: BaseException) -> set[str]:
+    """Return the names of an exception's classes, whose modules differ between libraries and their versions."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _read_status(error: BaseException) -> int | None:
+    """Return the status of the hub's answer that an exception reports; None if there is no answer."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def suggest_path(text: str) -> str:

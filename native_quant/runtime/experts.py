@@ -5,12 +5,11 @@ BF16 values are uint16 arrays of their bits. Equations: docs/explanation/numeric
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, StateError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.layouts.outputs.format import explain_illegal_count
@@ -44,6 +43,7 @@ from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, ope
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, Memory, open_converted
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS, Method
+from ktconvert.native_quant.runtime.moe_fields import MissingExperts, make_address_table, make_function_fields
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
 TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
@@ -113,15 +113,15 @@ class KTExperts:
         self.source: Path | None = None  # directory or file of the weights
         self._order = resolve_order(order, packed.experts)  # expert -> expert in the file
         missing = MissingExperts(packed, self._order)
-        table = _address_table(packed, self._order)
-        transposed = _address_table(packed, self._order, transposed=True) if slicing.backward else ffi.NULL
+        table = make_address_table(packed, self._order)
+        transposed = make_address_table(packed, self._order, transposed=True) if slicing.backward else ffi.NULL
         if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
             raise ArgumentError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
         first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
         formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
         tables = {"expert": table, "transposed": transposed, **missing.make_fields()}
-        computation = {"function": _c_function(function), "read_ahead": packed.read_ahead}
+        computation = {"function": make_function_fields(function), "read_ahead": packed.read_ahead}
         moe = ffi.new("ktq_moe *", {**formats, **sizes, **tables, **computation})
         # The memory that a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
         self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, tables
@@ -267,7 +267,7 @@ class KTExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the loaded experts. Raises ValueError after close()."""
+        """Bytes of the loaded experts. Raises StateError after close()."""
         return self._packed.nbytes
 
     def _list_activations(self) -> list[str]:
@@ -312,8 +312,8 @@ class KTExperts:
         norm        factors, float32 [H], and epsilon, above 0, for experts with a norm of their output, which is then
                     y * factors / sqrt(mean((y * factors)^2) + epsilon)
         All arrays must be contiguous. Raises ArgumentError for any other array, for the first wrong id if strict_ids,
-        for a missing norm, and after close(); MemoryError; ResourceError if a forked process cannot start threads;
-        InputError if a mapped file cannot be read.
+        and for a missing norm; StateError after close(); MemoryError; ResourceError if a forked process cannot start
+        threads; InputError if a mapped file cannot be read.
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
@@ -411,11 +411,11 @@ class KTExperts:
 
     @property
     def _packed(self) -> weights.LayerWeights:
-        """The weights. Raises ValueError after close()."""
+        """The weights. Raises StateError after close()."""
         return self._require_open()[1]
 
     def close(self) -> None:
-        """Release the weights: no new forward can start. The last job that uses them frees them."""
+        """Release the weights: later forwards raise StateError. The last job that uses them frees them."""
         self._memory = self._missing = None
 
     def __repr__(self) -> str:
@@ -448,7 +448,7 @@ class KTExperts:
 
     def _require_open(self) -> tuple[Any, weights.LayerWeights, Any]:
         if (memory := self._memory) is None:
-            raise ArgumentError(f"the experts of layer {self.layer} were closed; load them again")
+            raise StateError(f"the experts of layer {self.layer} were closed; load them again")
         return memory
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:
@@ -493,74 +493,10 @@ class KTExperts:
 KTExperts.__signature__ = inspect.Signature()  # type: ignore[attr-defined]  # help() then shows no call of the class
 
 
-class MissingExperts:
-    """The experts of a layer that are not loaded, for C, which lets Python load them when a forward needs them."""
-
-    def __init__(self, packed: weights.LayerWeights, order: list[int]) -> None:
-        self._packed, self._order = packed, order
-        self._marks = np.array([expert in packed.missing for expert in order], np.uint8)
-
-    def make_fields(self) -> dict[str, Any]:
-        """Return fields of ktq_moe, which keep this object alive."""
-        if not self._packed.missing:
-            return {}
-        marks = ffi.from_buffer("uint8_t[]", self._marks)
-        return {"missing": marks, "load": lib.ktq_load_experts, "context": ffi.new_handle(self)}
-
-    def load(self, numbers: Sequence[int]) -> None:
-        """Load experts. Raises errors of LayerWeights.load."""
-        self._packed.load([self._order[number] for number in numbers])
-        self._marks[numbers] = 0  # last, because C reads the weights of an expert without a mark
-
-    def load_unskipped(self, skip: Skip) -> None:
-        """Load all experts except those that are marked in skip."""
-        if self._packed.missing:
-            needed = self._marks if skip is None else self._marks & (skip == 0)
-            if numbers := np.flatnonzero(needed).tolist():
-                self.load(numbers)
-
-    def load_for_c(self, numbers: Sequence[int]) -> None:
-        """Load experts for a forward that is running; keep an error for the caller of the forward."""
-        try:
-            self.load(numbers)
-        except BaseException as error:  # also an interrupt: C computes with zeros, so the caller must see it
-            self._packed.record_failure(error)
-
-
-@ffi.def_extern()  # type: ignore[untyped-decorator]
-def ktq_load_experts(context: Any, count: int, experts: Any) -> None:
-    """Load experts for C (ktq_moe)."""
-    ffi.from_handle(context).load_for_c(ffi.unpack(experts, count))
-
-
 def _choose_int8_formats(activations: Activations, methods: Iterable[Method]) -> int:
     """Return int8_formats of ktq_call: bit f is set if activations are rounded to 8 bits for weights in format f."""
     chosen = [method for method in methods if activations == INT8 or (activations == AUTO and method.rounds_to_int8)]
     return sum({1 << method.number for method in chosen})
-
-
-def _address_table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
-    """Return ktq_expert [slices][E], the addresses of matrices or transposes. Raises ValueError for wrong sizes."""
-    rows = ffi.new("ktq_expert[]", packed.slicing.numa * packed.experts)
-    numbers: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}  # file's expert -> our numbers
-    for number, expert in enumerate(order):
-        numbers[expert].append(number)
-    for numa_slice, stored in packed.arrays.items():
-        if numa_slice.backward != transposed:
-            continue
-        projection, n, k = numa_slice.projection, numa_slice.n, numa_slice.k
-        actual = sum(data.nbytes for data in stored)
-        expected = sum(_weight_bytes(packed.methods[projection].number, n, k))
-        if actual != expected:
-            raise ValueError(f"a slice [{n}, {k}] of {packed.method} has {expected} bytes, not {actual}")
-        addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
-        for number in numbers[numa_slice.expert]:
-            row = rows[numa_slice.node * packed.experts + number]
-            for name, address in zip((projection, f"{projection}_scale"), addresses, strict=False):
-                setattr(row, name, address)  # a format without scales has one tensor
-            if not transposed and (bias := packed.biases.get(numa_slice)) is not None:
-                setattr(row, f"{projection}_bias", ffi.cast("float *", bias.__array_interface__["data"][0]))
-    return rows
 
 
 def _choose_pool(pool: Pool | None, threads: int | None) -> Pool:
@@ -593,27 +529,12 @@ def make_function(
     return ExpertFunction("swiglu_oai" if swiglu_alpha else "silu", swiglu_limit, swiglu_alpha)
 
 
-def _c_function(function: ExpertFunction) -> dict[str, Any]:
-    """Return the fields of ktq_function."""
-    return {
-        "activation": getattr(lib, f"KTQ_{function.activation.upper()}"),
-        "limit": function.limit,
-        "alpha": function.alpha,
-        "beta": function.beta,
-        "ungated": not function.gated,
-        "weights_on_input": function.weights_on == "input",
-    }
-
-
 def open_experts(path: Path) -> ExpertSource:
     """Open a directory of experts, or a GGUF file.
 
     Raises InputError for damaged files, UnsupportedError if there are no experts.
     """
     return open_checkpoint_experts(path) if is_checkpoint(path) else open_converted(path)
-
-
-_weight_bytes = functools.cache(kernels.weight_bytes)
 
 
 def _report_slice_count(path: str, packed: weights.LayerWeights, required: int, strict: bool) -> None:

@@ -60,7 +60,8 @@ class KTConvertConfig(QuantizationConfigMixin):
     gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
                       loaded
     quant_method      the name under which transformers finds this class
-    Raises ArgumentError for invalid values, UsageError for conflicting ones. from_pretrained checks the files.
+    Raises ArgumentError for invalid values, UsageError for conflicting ones; both are a ValueError. from_pretrained
+    checks the files.
     """
 
     @check_calls()

@@ -23,7 +23,7 @@ Failures raise KTConvertError with the sentence and the exit code of the command
 ...     ktconvert.plan("cpu", "nowhere", "out")
 ... except ktconvert.KTConvertError as error:
 ...     print(error.exit_code, error)
-5 nowhere: no such file or directory; give a checkpoint's directory, or a hub id such as org/name.
+5 nowhere: does not exist; check the path, or give a hub id such as org/name.
 
 KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of the same name does:
 

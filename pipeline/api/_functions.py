@@ -126,9 +126,9 @@ def plan(
     input    path or hub id of the checkpoint; required
     output   path of the directory to write; required
     options  the other options, which `ktconvert COMMAND --help-all` lists, with underscores: quant_method, threads ...
-    Returns a plan for each output. Raises ArgumentError, a ValueError, for unknown options and invalid values, and
-    another KTConvertError for options that do not go together and for an input that cannot be converted so. Only
-    convert checks whether memory (max_memory) and disk suffice, and whether it may write to the output.
+    Returns a plan for each output. Raises UsageError, a ValueError, for unknown options, invalid values and options
+    that do not go together, and another KTConvertError for an input that cannot be converted so. Only convert checks
+    whether memory (max_memory) and disk suffice, and whether it may write to the output.
     """
     from ktconvert.pipeline.plans import commands
 
@@ -148,7 +148,7 @@ def _find_options(command: object) -> type[ConversionOptions]:
     elif near := difflib.get_close_matches(word.lower(), CONVERSION_OPTIONS, 1, cutoff=0.7):
         remedy = f"did you mean {near[0]!r}?"
     else:
-        remedy = f"begin with one of {', '.join(map(repr, CONVERSION_OPTIONS))}"
+        remedy = f"plan and convert take one of {', '.join(map(repr, CONVERSION_OPTIONS))}"
     raise ArgumentError(f"{command!r} is not a conversion; {remedy}")
 
 
@@ -220,8 +220,8 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
     output   path of the output
     against  the source checkpoint (a path or a hub id), or a different output, to compare with
     options  the other options of `ktconvert verify --help-all`, with underscores: quant_method, numa, full ...
-    Returns a report, which is true if no check failed. Raises ArgumentError, a ValueError, for unknown options and
-    invalid values, and another KTConvertError for a path that holds no output.
+    Returns a report, which is true if no check failed. Raises UsageError, a ValueError, for unknown options, invalid
+    values and options that do not go together, and another KTConvertError for a path that holds no output.
     """
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output

@@ -111,6 +111,7 @@ OTHER_OPTIONS = {
     "--quant-type": "--quant-method",
     "--random-seed": "--seed",
 }
+MAX_COMPLETIONS = 3  # options to suggest that begin with the given word
 MAX_OWNERS = 4  # commands to name for an option that another command lacks
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
@@ -130,8 +131,12 @@ class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse a command line; `help COMMAND` means `COMMAND --help`."""
+        """Parse a command line; `help COMMAND` means `COMMAND --help`. Raises UsageError for more words."""
         is_help = bool(args) and normalize_token(args[0]) == "help"
+        if is_help and len(words := [word for word in args[1:] if not word.startswith("-")]) > 1:
+            from ktconvert.layouts.errors import UsageError
+
+            raise UsageError(f"help describes one command; leave out {', '.join(words[1:])}")
         return super().parse_args(ctx, [*args[1:], "--help"] if is_help else args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -360,12 +365,14 @@ def _describe_usage(error: click.ClickException) -> str:
         if 0 < len(owners) <= MAX_OWNERS:
             return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
         if not near and not owners:
-            near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1, CLOSE)
+            near = _complete_option(error) or difflib.get_close_matches(
+                error.option_name, error.possibilities or (), 1, CLOSE
+            )
         if not near and error.ctx is not None and error.ctx.parent is None:  # before a command
             remedy = "give the options of a command after its name, and -V or --version for the version"
             return f"No such option '{error.option_name}'; {remedy}."
         if near:
-            return f"No such option '{error.option_name}'. Did you mean '{near[0]}'?"
+            return f"No such option '{error.option_name}'. Did you mean {' or '.join(map(repr, near))}?"
         error = click.NoSuchOption(error.option_name, ctx=error.ctx)  # without click's own suggestions
     message = error.format_message()
     context = getattr(error, "ctx", None)
@@ -374,6 +381,14 @@ def _describe_usage(error: click.ClickException) -> str:
     if message.startswith(EXTRA_ARGUMENT) and any(param.name == "cpu_weights" for param in context.command.params):
         return f"{message.rstrip('.')}; give converted experts as --cpu-weights OUT."
     return f"{message.rstrip('.')}; see `{context.command_path} --help`."
+
+
+def _complete_option(error: click.NoSuchOption) -> list[str]:
+    """Return the options of a command that begin with the word of an error; none if there are many."""
+    params = [] if error.ctx is None else error.ctx.command.params
+    spellings = [[name for name in param.opts if name.startswith(error.option_name)] for param in params]
+    names = [own[0] for own in spellings if own]  # not a second spelling of the same option
+    return names if len(names) <= MAX_COMPLETIONS else []
 
 
 def _find_owners(error: click.NoSuchOption) -> list[str]:

@@ -35,20 +35,21 @@ def read_defaults(command: str, cls: type[Options], parent: click.Context) -> di
 
     parent  the context of the group of all commands
 
-    Raises UsageError for a file that cannot be read, and for wrong tables, keys and values.
+    Raises UsageError for a file that cannot be read, for wrong tables and keys, also those of other commands, and for
+    wrong values of this command.
     """
     if (path := find_config_file()) is None:
         return {}
     tables = _read_tables(path, parent)
     by_key = _options_by_key(cls)
     defaults: dict[str, Any] = {}
-    for title in (ALL, command):
+    for title in (ALL, command, *(title for title in tables if title not in (ALL, command))):
         for key, value in tables.get(title, {}).items():
             place, name = f"{path}: [{title}] {key}", key.replace("-", "_")
-            if name in by_key:
+            if title in (ALL, command) and name in by_key:
                 defaults[by_key[name].name] = _to_words(by_key[name], value, place)
-            elif title == command or name not in _list_all_keys(parent):
-                raise _unknown_name(place, "option with a default", name, by_key)
+            elif name not in (known := _list_keys(title, parent)):
+                raise _unknown_name(place, "option with a default", name, known, "" if title == ALL else title)
     return defaults
 
 
@@ -97,16 +98,17 @@ def _options_by_key(cls: type[Options]) -> dict[str, OptionField]:
     return {each.config_key: each for each in option_fields(cls) if each.config_key is not None}
 
 
-def _list_all_keys(parent: click.Context) -> set[str]:
-    """Return the keys of all commands, whose modules this imports."""
+def _list_keys(title: str, parent: click.Context) -> tuple[str, ...]:
+    """Return the keys of a table: those of its command, or of all commands. This imports the commands' modules."""
     group = _get_group(parent)
-    commands: list[Any] = [group.get_command(parent, name) for name in group.list_commands(parent)]
-    return {key for command in commands for key in _options_by_key(command.settings)}
+    names = group.list_commands(parent) if title == ALL else [title]
+    commands: list[Any] = [group.get_command(parent, name) for name in names]
+    return tuple(dict.fromkeys(key for command in commands for key in _options_by_key(command.settings)))
 
 
-def _unknown_name(place: str, kind: str, name: str, known: Iterable[str]) -> UsageError:
+def _unknown_name(place: str, kind: str, name: str, known: Iterable[str], command: str = "") -> UsageError:
     similar = difflib.get_close_matches(name, known, 1)
-    remedy = f"did you mean {similar[0]}?" if similar else "see `ktconvert COMMAND --help-all`."
+    remedy = f"did you mean {similar[0]}?" if similar else f"see `ktconvert {command or 'COMMAND'} --help-all`."
     return UsageError(f"{place}: no {kind} has this name; {remedy}")
 
 

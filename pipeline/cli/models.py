@@ -107,9 +107,7 @@ def _find_original(checkpoint: str, against: str | None, revision: str | None) -
             raise UsageError(f"{checkpoint}: a directory; add its hub id, as in --against org/name.")
         return path, against, revision
     if not hub.HUB_ID.fullmatch(checkpoint):
-        raise InputError(
-            f"{checkpoint}: no such directory; give a checkpoint's directory, or a hub id such as org/name"
-        )
+        raise hub.absent_model(checkpoint)
     if against is not None:
         raise UsageError(f"--against {against}: only for a directory; leave it out, or give a directory.")
     snapshot = hub.find_snapshot(checkpoint, revision)

@@ -12,6 +12,10 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import dask_executor
 
 THREADS, DASK = NAMES = ("threads", "dask")
+FORMS = (
+    "threads, threads:N, dask:local, dask:local:N, dask:tcp://HOST:PORT, dask:tls://HOST:PORT, or dask:FILE with the "
+    "file of `dask scheduler --scheduler-file`"
+)
 
 
 @dataclass(frozen=True)
@@ -49,4 +53,4 @@ def open_backend(name: str, warn: Callable[[str], None], timeout: float | None =
 def require_backend(name: str) -> None:
     """Raise UsageError for an unknown backend."""
     if name.partition(":")[0] not in NAMES:
-        raise UsageError(f"--executor {name}: give one of {', '.join(NAMES)}, as `ktconvert cpu --help` shows.")
+        raise UsageError(f"--executor {name}: unknown; give {FORMS}.")

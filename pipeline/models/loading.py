@@ -155,7 +155,7 @@ class ModelChoice:
         if self.gpu_experts_mask is not None:
             hot_experts.read_mask(self.gpu_experts_mask.expanduser())
         if not hub.HUB_ID.fullmatch(self.model) and not Path(self.model).exists():
-            raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
+            raise hub.absent_model(self.model)
         if self.model.endswith(".gguf"):
             problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
             raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")

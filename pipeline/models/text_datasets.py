@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.layouts.files.facts import DatasetFacts
-from ktconvert.layouts.sources.hub import HUB_ID, cache_root
+from ktconvert.layouts.sources.hub import HUB_ID, NO_ANSWER, cache_root, is_offline, read_endpoint
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.report.text import first_line
@@ -210,7 +210,7 @@ def local_files(dataset: str) -> list[Path]:
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         remedy = f"set --dataset to a file or folder ({SUFFIXES}), or a hub id such as org/name"
-        raise InputError(f"{dataset}: no such file or folder; {remedy}")
+        raise InputError(f"{dataset}: does not exist; {remedy}")
     if not path.is_dir():
         file_kind(path)
         return [path]
@@ -350,13 +350,24 @@ def _hub_error(dataset: str, error: BaseException) -> KTConvertError:
         if isinstance(cause, OSError) and cause.errno in DISK_FULL_REMEDIES:
             return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; change HF_HOME")
         cause = cause.__cause__
-    if NO_SPLIT.search(first_line(error)):
-        return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
+    message = first_line(error)
+    if NO_SPLIT.search(message):
+        return InputError(f"{dataset}: {message}; choose one with --dataset-split")
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # their modules differ between versions
+    if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
+        if "gated" in message:
+            remedy = "accept on its hub page and run `hf auth login`"
+            return InputError("its owner asks for consent", remedy, path=dataset)
+        remedy = "correct the name, or run `hf auth login` if the data set is private"
+        return InputError("neither a local path nor a public data set of the hub", remedy, path=dataset)
     remedy = (
         f"set --dataset to a file ({SUFFIXES}) or a folder of such files, or run `hf download --repo-type dataset "
         f"{dataset}` on a machine with network access and set HF_HOME to its cache"
     )
-    return InputError(f"cannot be loaded ({first_line(error)})", remedy, path=dataset)
+    if kinds & NO_ANSWER:
+        reason = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub {read_endpoint()} cannot be reached"
+        return UnreachableError(f"is not in the local cache, and {reason}", remedy, path=dataset)
+    return InputError(f"cannot be loaded ({message})", remedy, path=dataset)
 
 
 def silence_libraries() -> None:

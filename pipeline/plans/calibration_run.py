@@ -41,7 +41,7 @@ def make_gptq_stage(
     loose_files: bool = False,
 ) -> Stage[Any]:
     """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
-    chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
+    chain.require_calibratable(model, gptq_layers.ALTERNATIVES[options.command])
     non_experts = find_non_expert_tensors(
         model.source, model.expert_tensor_names(), model.quantization
     ).output_tensors()

@@ -43,7 +43,8 @@ from ktconvert.quantizers.reference import F32
 
 NAME = "gptq"
 VERSION = 1
-ALTERNATIVE = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice for a model that cannot be calibrated
+# Command -> advice for a model or a data set that cannot be used for calibration
+ALTERNATIVES = {"gpu": "use --quant-method RTN", "cpu": "use --scale mse"}
 ROWS = 32  # rows to decode at a time, until a value is not zero
 
 
@@ -99,7 +100,7 @@ def make_stage(
         options,
         non_experts,
         experts_at_once,
-        ALTERNATIVE,
+        ALTERNATIVES[options.command],
         GPTQ_REMEDIES,
         passes_hidden_states=streams,
     )

@@ -101,7 +101,7 @@ class Application:
         self.body_limit = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * self.prompts.context)
         respond: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/": lambda call: call.respond_with(self.chat_page, pages.HTML, **pages.HEADERS),
-            "/docs": lambda call: call.respond_with(self.docs_page, pages.HTML, **pages.HEADERS),
+            "/docs": self._describe_paths,
             "/health": lambda call: call.respond(200, {"status": "ok"}),
             "/metrics": lambda call: call.respond_with(self.metrics.format(), metrics.CONTENT_TYPE),
             "/v1/models": self._list_models,
@@ -111,7 +111,7 @@ class Application:
             "/load_model": self._load_model,
         }
         self.routes = {path.path: (path, respond[path.path]) for path in PATHS}
-        self.chat_page = pages.read_chat_page()
+        self.chat_page = pages.read_chat_page(key is not None)
         self.docs_page = pages.render_docs_page(PATHS, key is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,6 +182,10 @@ class Application:
         if method != description.method:
             raise RequestError(405, f"{path}: answers {description.method}, not {method}", None, "method_not_allowed")
         await respond(call)
+
+    async def _describe_paths(self, call: Call) -> None:
+        page = pages.insert_address(self.docs_page, call.scope["scheme"], call.scope["headers"])
+        await call.respond_with(page, pages.HTML, **pages.HEADERS)
 
     async def _list_models(self, call: Call) -> None:
         await call.respond(200, {"object": "list", "data": [*map(self.manager.describe, self.manager.names)]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,26 +46,39 @@ class PathDescription:
     example: Mapping[str, Any] = field(default_factory=dict)
 
 
+ADDRESS = "http://HOST:PORT"  # of the server, in the page that render_docs_page returns
+# Other characters of a Host header could change the meaning of a command in a shell.
+HOST = re.compile(rb"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 50}
 
 
-def read_chat_page() -> bytes:
-    """Return the page with a chat."""
-    return (FOLDER / "chat.html").read_bytes()
+def read_chat_page(needs_key: bool) -> bytes:
+    """Return the page with a chat.
+
+    needs_key  whether it asks for an API key before it sends requests
+    """
+    page = (FOLDER / "chat.html").read_bytes()
+    return page.replace(b"<body>", b"<body data-needs-key>") if needs_key else page
 
 
 def render_docs_page(paths: Iterable[PathDescription], needs_key: bool) -> bytes:
-    """Return the page that describes the server's paths and their parameters.
+    """Return the page that describes the server's paths and their parameters. It names the server ADDRESS.
 
     needs_key  whether examples send an API key
     """
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     entries = [(path, _format_curl(path, needs_key), [*_describe_parameters(path.schema)]) for path in paths]
-    return environment.get_template("docs.html").render(entries=entries).encode()
+    return environment.get_template("docs.html").render(entries=entries, address=ADDRESS).encode()
+
+
+def insert_address(page: bytes, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a page of render_docs_page with the address to which a request was sent, if its headers have one."""
+    host = dict(headers).get(b"host", b"")
+    return page.replace(ADDRESS.encode(), b"%s://%s" % (scheme.encode(), host)) if HOST.fullmatch(host) else page
 
 
 def _format_curl(path: PathDescription, needs_key: bool) -> str:
-    words = [f"curl http://HOST:PORT{path.path}"]
+    words = [f"curl {ADDRESS}{path.path}"]
     if needs_key:
         words.append('-H "Authorization: Bearer $KEY"')
     if path.example:
