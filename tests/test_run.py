@@ -327,12 +327,12 @@ def test_training_settings_in_a_config_do_not_change_the_text(file, settings, ex
 
 
 # DeepSeek-V4 compresses earlier keys and values, so chunk_prefill leaves it whole.
-IN_CHUNKS = [name for name in families.FAMILIES if name != "deepseek_v4"]
+IN_CHUNKS = [*(name for name in families.FAMILIES if name != "deepseek_v4"), *families.SPARSE_FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in IN_CHUNKS), ("mixtral", 24)])
 def test_chunked_prefill_does_not_change_the_logits(family, window, monkeypatch):
-    """Models keep keys and values (also of a window) or a recurrent state from earlier chunks."""
+    """Models keep keys and values (also of a window, or those of an indexer) or a recurrent state of earlier chunks."""
     import torch
     import transformers
 

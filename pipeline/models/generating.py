@@ -125,7 +125,12 @@ def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
     decoder = model.config.get_text_config(decoder=True)
     if not model._supports_default_dynamic_cache() or any(name.startswith("mamba_") for name in vars(decoder)):
         return
-    dynamic = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
+    dynamic = (
+        cache_utils.DynamicLayer,
+        cache_utils.DynamicSlidingWindowLayer,
+        cache_utils.DynamicIndexedLayer,
+        cache_utils.LinearAttentionLayer,
+    )
     if all(type(layer) in (GrowingLayer, *dynamic) for layer in cache_utils.DynamicCache(config=decoder).layers):
         config.prefill_chunk_size = PREFILL_CHUNK
 

@@ -52,13 +52,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16},
 }
 
+# Models whose attention reads only the keys that an indexer chooses. With few heads, many of its scores are 0, and equal.
+SPARSE = {**WIDTHS, **GLM, **MLA, "num_key_value_heads": 4, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
+SPARSE_FAMILIES = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE)
+
 
 def make_config(family: str, **overrides: Any) -> Any:
     """Return the family's config, with a vision part if published models of the family have one."""
     import transformers
 
-    settings = {**COMMON, **FAMILIES.get(family, FAMILIES["qwen3_5_moe_text"]), **overrides}
-    if family in FAMILIES:
+    plain = FAMILIES | SPARSE_FAMILIES
+    settings = {**COMMON, **plain.get(family, FAMILIES["qwen3_5_moe_text"]), **overrides}
+    if family in plain:
         return transformers.AutoConfig.for_model(family, **settings)
     return transformers.AutoConfig.for_model(family, text_config=settings, vision_config=VISION)
 
