@@ -6,6 +6,8 @@ engines.py drives the real modules of both; here, the same calls with the same a
 import functools
 import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -19,8 +21,9 @@ import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs import launch
 from ktconvert.native_quant import KTMoEWrapper, kernels
-from rig import engines, gguf, stored
+from rig import conversion, engines, gguf, stored
 from rig.engines import EXPERTS, HIDDEN, ON_GPU, TOPK, WIDTH, Weights, compute, draw, relative_error
 from rig.floats import to_bits
 from rig.safetensors import read_file, write_file
@@ -426,22 +429,49 @@ ENGINES = ("sglang==0.5.23", "sglang-kt==0.7.2")
 MODULE = "sglang/srt/layers/moe/kt_ep_wrapper.py"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("requirement", ENGINES)
-def test_the_engines_own_code_computes(requirement, tmp_path, example, paths):
-    """Their kt_ep_wrapper.py, from the wheels, with stubs for CUDA and the rest of SGLang (engines.py)."""
-    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(tmp_path), requirement]
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Return a requirement, and a directory with the Python files of its wheel. Skips if pip cannot download it."""
+    folder = tmp_path_factory.mktemp("engine")
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), request.param]
     done = subprocess.run(download, capture_output=True, text=True, timeout=900)
-    wheel = next(iter(tmp_path.glob("*.whl")), None)
+    wheel = next(iter(folder.glob("*.whl")), None)
     if done.returncode or wheel is None:
-        pytest.skip(f"pip cannot download {requirement} here: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"pip cannot download {request.param} here: {done.stderr.strip().splitlines()[-1:]}")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extract(MODULE, tmp_path)
+        archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
     wheel.unlink()
+    return request.param, folder
+
+
+@pytest.mark.long
+def test_the_engines_have_the_options_of_our_commands(engine, tmp_path, example):
+    """Upstream makes options of the names of fields, sglang-kt writes them in one file."""
+    package = engine[1] / "sglang" / "srt"
+    files = [package / "server_args.py", *(package / "arg_groups").rglob("*.py")]
+    texts = [path.read_text() for path in files]
+    known = {option for text in texts for option in re.findall(r'"(--[a-z0-9-]+)"', text)}
+    known |= {
+        f"--{name.replace('_', '-')}" for text in texts for name in re.findall(r"^    (\w+): ", text, re.MULTILINE)
+    }
+    machine = ("--ram", "64GB", "--vram", "24GB,24GB", "--numa", 2, "--disk", "1TB", "--bandwidth", "20GB")
+    done = conversion.ktconvert("fit", example, *map(str, machine), "--runtime", "sglang", "--json")
+    assert done.returncode == 0, done.stderr
+    (launched,) = (step["command"] for step in json.loads(done.stdout)["commands"] if step["step"] == "launch")
+    counts = launch.place_experts(Path("counts.pt"), launch.PER_LAYER, by_counts=engine[0].startswith("sglang-kt"))
+    options = {word for word in (*shlex.split(launched), *" ".join(counts).split()) if word.startswith("--")}
+    assert {"--kt-weight-path", "--tp-size", "--init-expert-location"} <= options
+    assert options <= known
+
+
+@pytest.mark.long
+def test_the_engines_own_code_computes(engine, tmp_path, example, paths):
+    """Their kt_ep_wrapper.py, from the wheels, with stubs for CUDA and the rest of SGLang (engines.py)."""
+    requirement, folder = engine
     bounds = {name: METHODS[name] for name in ("BF16", "AMXINT8", "AMXINT4", "RAWINT4", "FP8", "MXFP4")}
     job = tmp_path / "job.json"
     adapter = engines.write_adapter(tmp_path / "adapter")
-    files = {"module": str(tmp_path / MODULE), "model": str(example), "adapter": str(adapter)}
+    files = {"module": str(folder / MODULE), "model": str(example), "adapter": str(adapter)}
     job.write_text(json.dumps(files | {"weights": {name: paths(name) for name in bounds}}))
     for name in ("RAWINT4", "FP8", "MXFP4"):  # for these, sglang-kt requires an index
         shards = {

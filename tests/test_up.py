@@ -179,6 +179,29 @@ def test_the_command_of_the_launch_is_printed_without_sglang(tmp_path):
     assert command.startswith("python -m sglang.launch_server --model ") and command.endswith(" --port 1234")
 
 
+RECORDER = """import json, os, sys
+print(json.dumps({"words": sys.argv[1:], "folder": os.getcwd()}))
+"""
+
+
+def test_an_installed_sglang_takes_over_the_process(tmp_path):
+    """It starts in the setup's directory with the outputs of the steps before. A stand-in prints what it was given."""
+    program = tmp_path / "packages" / "sglang" / "launch_server.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(RECORDER)
+    (program.parent / "__init__.py").touch()
+    options = (*MACHINE, "--vram", "24GB", "--runtime", "sglang", "--yes", "--port", 1234)
+    done = up(EXAMPLE, tmp_path / "server", *options, env={"PYTHONPATH": str(program.parents[1])})
+    assert done.returncode == 0, done.stderr
+    given = json.loads(done.stdout.splitlines()[-1])
+    values = dict(zip(given["words"], given["words"][1:], strict=False))
+    assert Path(given["folder"]) == tmp_path / "server" and values["--port"] == "1234"
+    setup = read_setup(tmp_path / "server")
+    assert setup is not None and setup.finished == len(setup.steps) - 1
+    for name in ("--model", "--kt-weight-path"):
+        assert any((tmp_path / "server" / values[name]).glob("*.safetensors")), name
+
+
 def test_nothing_starts_without_an_answer(tmp_path):
     done = up(EXAMPLE, tmp_path / "server", *OPTIONS, input="n\n")
     conversion.check_refusal(done, 2, "nothing was started; answer y, or give --yes")
