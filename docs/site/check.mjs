@@ -128,7 +128,7 @@ for (const [words, expected, first = 3] of SEARCHES) {
   await page.click(".md-search__input");
   await page.keyboard.type(words);
   await page.waitForTimeout(1000); // the results of the words before remain for a moment
-  const found = await page.locator(".md-search-result__item > a.md-search-result__link").evaluateAll((all) => all.map((e) => e.href));
+  const found = await page.locator(".md-search-result__item > a.md-search-result__link").evaluateAll((all) => all.map((e) => e.href.replace(/\?h=[^#]*/, "")));  // without the words to mark
   await page.screenshot({ path: path.join(screens, `search-${words.replaceAll(" ", "-")}.png`) });
   if (process.env.SEARCHED) console.log(words, found.slice(0, 6).map((href) => href.slice(base.length)));
   if (!found.slice(0, first).some((href) => href.includes(expected))) problems.push(`the search for "${words}" does not find ${expected}, but ${found.slice(0, 3).join(", ") || "nothing"}`);
