@@ -11,7 +11,7 @@ operations). Attention adds nothing to a token, because its output is zero, so t
 as in ours, which computes the layers of the same file in turn. For one token, steps of generation are timed.
 
 Each round runs llama.cpp's two models (the better of two runs each) and ours (the median of its calls), one after the
-other. The table has medians of rounds.
+other. The table compares the fastest rounds, since other programs on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
     options = parser.parse_args()
-    print(f"{options.threads} threads, {options.rounds} rounds; ms per layer, medians (least to most)")
-    print(f"{'type':6} {'tokens':>6} {'ours':>24} {'llama.cpp':>24} {'ratio':>6}")
+    print(f"{options.threads} threads, {options.rounds} rounds; ms per layer: fastest (median), ratio of the fastest")
+    print(f"{'type':6} {'tokens':>6} {'ours':>16} {'llama.cpp':>16} {'ratio':>6}")
     pool = Pool(options.threads)
     with tempfile.TemporaryDirectory(prefix="ktconvert-llama-", dir=options.dir) as folder:
         for name in options.types:
@@ -70,25 +70,29 @@ def main() -> None:
             for tokens in options.tokens:
                 batch = mixtures.make_batch(Path(folder), SHAPE, tokens, "balanced").folder
                 inputs = [np.load(batch / f"{what}.npy") for what in ("hidden", "ids", "weights")]
-                ours, theirs = [], []
+                ours, with_experts, without_experts = [], [], []
                 for _ in range(options.rounds):
-                    with_experts, without_experts = (
-                        run_llama_bench(options.llama_bench, path, tokens, options.threads) for path in models
-                    )
-                    theirs.append((with_experts - without_experts) / LAYERS)
+                    for path, times in zip(models, (with_experts, without_experts), strict=True):
+                        times.append(run_llama_bench(options.llama_bench, path, tokens, options.threads))
                     ours.append(time_layers(layers, inputs))
-                ratio = statistics.median(theirs) / statistics.median(ours)
-                print(
-                    f"{name:6} {tokens:6} {format_times(ours):>24} {format_times(theirs):>24} {ratio:6.2f}", flush=True
+                least, median = min(ours), statistics.median(ours)
+                their_least, their_median = (
+                    subtract(choose, with_experts, without_experts) for choose in (min, statistics.median)
                 )
+                times = f"{format_times(least, median):>16} {format_times(their_least, their_median):>16}"
+                print(f"{name:6} {tokens:6} {times} {their_least / least:6.2f}", flush=True)
             for path in models:
                 path.unlink()
 
 
-def format_times(seconds: list[float]) -> str:
-    """Return median, minimum and maximum in milliseconds."""
-    low, middle, high = (f"{1e3 * x:.2f}" for x in (min(seconds), statistics.median(seconds), max(seconds)))
-    return f"{middle} ({low} to {high})"
+def subtract(choose: Callable[[list[float]], float], with_experts: list[float], without_experts: list[float]) -> float:
+    """Return the seconds of a layer's experts, from those of two models of LAYERS layers in each round."""
+    return (choose(with_experts) - choose(without_experts)) / LAYERS
+
+
+def format_times(least: float, median: float) -> str:
+    """Return both times in milliseconds."""
+    return f"{1e3 * least:.2f} ({1e3 * median:.2f})"
 
 
 def run_llama_bench(program: Path, model: Path, tokens: int, threads: int, *more: object) -> float:
