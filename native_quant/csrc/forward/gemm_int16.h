@@ -55,8 +55,8 @@ typedef struct {
 typedef void kt_int16_block_fn(const kt_int16_block *work);
 
 typedef struct {
-    int64_t tokens[2];    /* most tokens of a block: of codes without and with factors */
-    int64_t unit_columns; /* columns of a panel that are read at a time, for codes of up to 5 bits */
+    int64_t tokens[2];       /* most tokens of a block: of codes without and with factors */
+    int64_t unit_columns[3]; /* columns of a panel that are read at a time, of codes of up to 5, of 6 and of 8 bits */
     kt_int16_convert_fn *convert;
     /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */
     kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *values_4, *const *bits_5, *const *bits_6,

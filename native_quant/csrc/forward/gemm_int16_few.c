@@ -20,9 +20,9 @@ static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-/* Columns of a unit: 2 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly. */
+/* Columns of a unit: 1 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly, and 4 KiB of codes of 8 bits. */
 static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few) {
-    return panel->bits < 6 ? few->unit_columns : 128;
+    return few->unit_columns[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
 }
 
 /* Prefetches the scales of columns first .. of panel s, if there is one. */

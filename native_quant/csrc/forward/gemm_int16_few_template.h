@@ -2,9 +2,9 @@
  * that includes this after gemm_int16_template.h must define
  *
  *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with two sums for each row; X(1) .. X(FEW_BLOCK)
- *     FEW_AHEAD                   bytes between a code that is multiplied and one that is prefetched
+ *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched
  *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched
- *     FEW_UNIT                    columns of a unit with codes of up to 5 bits, at most KT_CHUNK_COLUMNS
+ *     FEW_UNITS                   columns of a unit with codes of up to 5, of 6 and of 8 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
  *     widen(part)                 such a part as int32
@@ -107,10 +107,10 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
 }
 
 /* Whether codes and their scales are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own
-   prefetching is faster (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 1.7
-   times as long. */
-INLINE int fetches(int planes, int bits, int tokens) {
-    return bits > 4 || planes * tokens >= FEW_FETCHED;
+   prefetching is faster (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2
+   times as long. To look up values takes as long as more products. */
+INLINE int fetches(int planes, int bits, int kind, int tokens) {
+    return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED;
 }
 
 /* Whether codes have the scales and least values of Q4_K and Q5_K, which are decoded in registers. */
@@ -147,8 +147,8 @@ INLINE void multiply_codes(int planes, int bits, int kind, ints values, int toke
     const uint8_t *half[TOGETHER];
     const int8_t *factors[TOGETHER];
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-    for (int i = 0; fetches(planes, bits, tokens) && i < 2 * bits / PASSES; i++)
-        fetch_to_l2(codes + FEW_AHEAD + i * 64);
+    for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)
+        fetch_to_l2(codes + FEW_AHEAD(bits) + i * 64);
     for (int x = 0; x < TOGETHER; x++) {
         half[x] = codes + (row + x * LANES) % KT_HALF_ROWS * line_bytes / KT_HALF_ROWS +
                   (PASSES == 1 ? x * half_bytes : 0);
@@ -178,7 +178,7 @@ INLINE void add_columns(int planes, int bits, int kind, ints values, int tokens,
 INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const kt_int16_block *work, int64_t first) {
     const uint8_t *scales = kt_k_scales_at(work->scales, work->first + first);
     floats scale[KT_PANEL_ROWS / LANES];
-    for (int i = 0; fetches(planes, bits, tokens) && i < KTQ_K_SCALE_BYTES * KT_PANEL_ROWS; i += 64)
+    for (int i = 0; fetches(planes, bits, kind, tokens) && i < KTQ_K_SCALE_BYTES * KT_PANEL_ROWS; i += 64)
         fetch_to_l2(scales + FEW_SCALES_AHEAD + i);
 #pragma GCC unroll 4
     for (int row = 0; row < KT_PANEL_ROWS; row += LANES) {
@@ -306,10 +306,10 @@ TARGET static void convert_int8(const kt_bf16_panel *panel, const uint16_t *a, i
 }
 
 static const kt_int16_few few = {
-    {FEW_BLOCK, FEW_BLOCK}, FEW_UNIT, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
+    {FEW_BLOCK, FEW_BLOCK}, FEW_UNITS, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
 };
 static const kt_int16_few int8 = {
-    {BLOCK, FEW_BLOCK}, FEW_UNIT, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5, int8_bits_6,
+    {BLOCK, FEW_BLOCK}, FEW_UNITS, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5, int8_bits_6,
     NULL,
 };
 
