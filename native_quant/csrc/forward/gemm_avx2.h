@@ -1,5 +1,8 @@
 /* The code shared by the 256-bit kernels for dot products. A register holds 8 rows x 4 columns of codes, 8 sums, or 4
- * activations 8 times. */
+ * activations 8 times. A file that includes this must define
+ *
+ *     AHEAD  bytes between a code that is multiplied and one that is prefetched, for a panel that is read once
+ *     PARTS  parts of a tile, 1 or 2 halves, that are read from each of two panels in turn */
 #ifndef KT_GEMM_AVX2_H
 #define KT_GEMM_AVX2_H
 
@@ -7,8 +10,6 @@
 #include <string.h>
 
 #include "gemm_steps.h"
-
-enum { KT_FETCH_AHEAD = 4096 }; /* prefetch distance in bytes for a panel that is read once */
 
 KT_INLINE KT_TARGET_AVX2 __m256i kt_load(const void *p) {
     return _mm256_loadu_si256((const __m256i *)p);
@@ -79,15 +80,17 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
 }
 
 /* Defines the functions of the tables for 1 .. KT_FEW tokens from two inline functions, which take the number of tokens
-   first: tile_few(tokens, tile, a, c) for one tile of a panel, and block as in kt_block_fn. Each function begins on a
+   first: part_few(tokens, part, a, c) for a part of a tile, and block as in kt_block_fn. Each function begins on a
    cache line: at other addresses, block of AVX-VNNI and INT8 took 3 to 7 % longer (Emerald Rapids). */
 #define KT_ON_A_LINE __attribute__((aligned(64)))
 #define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                         \
     TARGET KT_ON_A_LINE static void few_##N(int64_t panels, const uint8_t *const *tiles, int64_t columns,              \
                                             const int8_t *a, int32_t *const *c) {                                      \
         for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                          \
-            for (int64_t s = 0; s < panels; s++)                                                                       \
-                tile_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES, a + j, c[s]);                               \
+            for (int part = 0; part < PARTS; part++)                                                                   \
+                for (int64_t s = 0; s < panels; s++)                                                                   \
+                    part_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES + part * KT_HALF_BYTES, a + j,           \
+                             c[s] + part * KT_HALF_ROWS);                                                              \
     }
 #define KT_DEFINE_BLOCK(N, TARGET)                                                                                     \
     TARGET KT_ON_A_LINE static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,      \

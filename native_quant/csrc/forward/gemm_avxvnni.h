@@ -9,6 +9,8 @@
 #include "arch/x86/dpbusd256.h"
 #include "gemm_avx2.h"
 
+enum { AHEAD = 4096, PARTS = 1 };
+
 /* 32 bytes of a tile as codes; INT4: of its columns 0..63, or of those from 64 on. */
 KT_INLINE KT_TARGET_AVXVNNI __m256i get_codes(__m256i bytes, int from_64) {
     if (BITS == 8) return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
@@ -16,7 +18,7 @@ KT_INLINE KT_TARGET_AVXVNNI __m256i get_codes(__m256i bytes, int from_64) {
     return from_64 ? kt_high(bytes) : kt_low(bytes);
 }
 
-KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
+KT_INLINE KT_TARGET_AVXVNNI void part_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
     const int vectors = tokens <= 2 ? 4 : 2; /* vectors of 8 rows at a time: enough sums to hide the latency */
 #pragma GCC unroll 1
     for (int first = 0; first < 4; first += vectors) {
@@ -32,7 +34,7 @@ KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const
                 __m256i bytes[4];
                 for (int v = 0; v < vectors; v++) {
                     const uint8_t *place = codes + v / 2 * KT_HALF_BYTES + q * 64 + v % 2 * 32;
-                    if (v % 2 == 0) _mm_prefetch((const char *)place + KT_FETCH_AHEAD, _MM_HINT_T0);
+                    if (v % 2 == 0) _mm_prefetch((const char *)place + AHEAD, _MM_HINT_T0);
                     bytes[v] = kt_load(place);
                 }
                 for (int n = 0; n < 8 / BITS; n++) {

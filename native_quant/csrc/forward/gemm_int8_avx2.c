@@ -5,32 +5,33 @@
  * which is how shifts unpack them. */
 #include "gemm_avx2.h"
 
-KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
+enum { AHEAD = 2560, PARTS = 2 };
+
+KT_INLINE KT_TARGET_AVX2 void part_few(int tokens, const uint8_t *half, const int8_t *a, int32_t *c) {
     const __m256i ones = _mm256_set1_epi16(1);
-    for (int h = 0; h < 2; h++, c += KT_HALF_ROWS, tile = kt_base(tile + KT_HALF_BYTES)) {
-        __m256i sum[KT_FEW][2];
+    __m256i sum[KT_FEW][2];
+    half = kt_base(half);
 #pragma GCC unroll 6
-        for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + v * 8);
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + v * 8);
 #pragma GCC unroll 1
-        for (int first = 0; first < 16; first += 4)
+    for (int first = 0; first < 16; first += 4)
 #pragma GCC unroll 4
-            for (int q = first; q < first + 4; q++) {
-                _mm_prefetch((const char *)tile + q * 64 + KT_FETCH_AHEAD, _MM_HINT_T0);
-                for (int v = 0; v < 2; v++) {
-                    __m256i code = kt_load(tile + q * 64 + v * 32), magnitude = _mm256_abs_epi8(code);
+        for (int q = first; q < first + 4; q++) {
+            _mm_prefetch((const char *)half + q * 64 + AHEAD, _MM_HINT_T0);
+            for (int v = 0; v < 2; v++) {
+                __m256i code = kt_load(half + q * 64 + v * 32), magnitude = _mm256_abs_epi8(code);
 #pragma GCC unroll 6
-                    for (int t = 0; t < tokens; t++) {
-                        __m256i four = _mm256_sign_epi8(kt_four(a + t * KT_K_BLOCK + 4 * q), code);
-                        __m256i products = _mm256_maddubs_epi16(magnitude, four);
-                        sum[t][v] = kt_add32(sum[t][v], _mm256_madd_epi16(products, ones));
-                    }
+                for (int t = 0; t < tokens; t++) {
+                    __m256i four = _mm256_sign_epi8(kt_four(a + t * KT_K_BLOCK + 4 * q), code);
+                    __m256i products = _mm256_maddubs_epi16(magnitude, four);
+                    sum[t][v] = kt_add32(sum[t][v], _mm256_madd_epi16(products, ones));
                 }
             }
+        }
 #pragma GCC unroll 6
-        for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) kt_store(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
-    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < 2; v++) kt_store(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
 }
 
 /* Bytes 0 and 2, or 1 and 3, of each 4 as int16. */
