@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Self
 
@@ -131,7 +130,7 @@ def absent_path(path: Path | str, remedy: str = "check the path") -> InputError:
 def read_dangling_link(path: Path | str) -> str | None:
     """Return the target of a symbolic link whose target does not exist; None for any other path."""
     try:
-        return None if os.path.exists(path) else os.readlink(path)
+        return None if Path(path).exists() else str(Path(path).readlink())
     except (OSError, ValueError):  # not a link, or a name that is too long or impossible
         return None
 
