@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ktconvert.layouts.errors import ResourceError, UsageError
+from ktconvert.layouts.outputs import launch
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import FitOptions, Target, UpOptions
@@ -80,6 +81,11 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
     runtime = choose_runtime(options.target, target)
     read = read_model(options, target.numa, runtime, pinned=run_here)
     use = _describe_use(options.target, runtime, read.shape.positions)
+    if run_here and read.names.rest == launch.ORIGINAL:
+        raise UsageError(
+            f"{options.model}: a GGUF has only the experts in usable form; give the model that it was made from "
+            "(directory or hub id) as --config MODEL."
+        )
     if read.note:
         Reporter().note(read.note)
     choices = list_choices(read.shape, target, use)
