@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ktconvert.layouts.errors import ResourceError, UsageError
+from ktconvert.layouts.errors import MissingPackageError, ResourceError, UsageError
 from ktconvert.layouts.outputs import launch
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
@@ -52,6 +52,20 @@ def fit(options: FitOptions) -> None:
     click.echo("\n".join(format_document(document, explain=options.explain)))
     if problem:
         raise ResourceError(problem)
+    is_here = options.target.ram is options.target.vram is options.target.gpu is None
+    if is_here and not prediction.steps[-1].command.startswith(launch.PROGRAM):
+        _note_missing_packages()
+
+
+def _note_missing_packages() -> None:
+    """Print a note with the command that installs the packages of our server, if they are missing."""
+    from ktconvert.layouts.extras import require_packages
+    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
+
+    try:
+        require_packages("`ktconvert serve`", REQUIRED_PACKAGES["serve"], "serve")
+    except MissingPackageError as error:
+        Reporter().note(error.text)
 
 
 class Prediction(NamedTuple):
