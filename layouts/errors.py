@@ -121,7 +121,18 @@ def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError
 
 def absent_path(path: Path | str, remedy: str = "check the path") -> InputError:
     """Return the error for a file or directory to read that does not exist."""
+    target = read_dangling_link(path)
+    if target is not None:
+        return InputError(f"is a link to {target}, which does not exist", "correct the link", path=path)
     return InputError("does not exist", remedy, path=path)
+
+
+def read_dangling_link(path: Path | str) -> str | None:
+    """Return the target of a symbolic link whose target does not exist; None for any other path."""
+    try:
+        return None if Path(path).exists() else str(Path(path).readlink())
+    except (OSError, ValueError):  # not a link, or a name that is too long or impossible
+        return None
 
 
 def unreadable_file(

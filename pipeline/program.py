@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Import and run the command line."""
     try:
+        signal.signal(signal.SIGINT, _end)  # until the command line handles signals itself
         from ktconvert.pipeline import cli
 
         cli.main()
     except KeyboardInterrupt:
         print("\nktconvert: interrupted.", file=sys.stderr)
         sys.exit(130)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """End the process: code that is being imported may ignore an exception, or raise its own."""
+    os.write(2, b"\nktconvert: interrupted.\n")
+    os._exit(130)

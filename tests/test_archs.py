@@ -25,6 +25,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
+from rig.conversion import run_in_process
 from rig.safetensors import write_file
 
 ROWS = {arch.name: arch for arch in ARCHS}
@@ -868,3 +869,15 @@ def test_faulty_row_files_are_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(InputError) as failure:
         parse_arch(ROW.replace(old, new))
     assert message in str(failure.value) and str(failure.value).startswith("--arch-file: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("name =", "name", "not valid TOML ("), ("limit", "limits", "unknown key limits; use only ")],
+)
+def test_faulty_row_files_are_named(old: str, new: str, message: str, example: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(ROW.replace(old, new))
+    error = run_in_process("cpu", example, tmp_path / "out", "--arch-file", file).exception
+    assert isinstance(error, InputError) and str(error).startswith(f"--arch-file {file}: {message}")
+    assert "; " in str(error)

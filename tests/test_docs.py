@@ -67,6 +67,7 @@ DESIGN_PAGE = DOCS / "explanation" / "design.md"
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 # The output, in the current folder, of a command that converts the bundled model
 CLONE_OUTPUT = re.compile(r"examples/qwen3-moe-small\b[^\n`]* (?:-o|--output) (?!/)([\w./-]+)")
+SHAPES_OUTPUT = re.compile(r"python benchmarks/shapes\.py ([\w.-]+)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # Paths of a writer's machine, which mean nothing to readers.
 OWN_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
@@ -263,7 +264,12 @@ def test_commands_of_kt_kernel_only_change_the_name_of_the_program() -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_git_ignores_the_outputs_of_commands_in_a_clone() -> None:
     outputs = {f"{name}/" for page in PAGES for name in CLONE_OUTPUT.findall(read_text(page))}
+    outputs |= {f"{name}/" for page in PAGES for name in SHAPES_OUTPUT.findall(read_text(page))}
+    outputs |= {
+        f"{name}/" for name in re.findall(r"""ktconvert\.convert\("cpu", model, "([\w-]+)\"""", ktconvert.__doc__ or "")
+    }
     assert {"small-INT8/", "tutorial-INT8/", "small-W4A16/", "int8/", "adapter/"} <= outputs
+    assert {"Qwen3-235B-A22B/", "model-int8/"} <= outputs
     command = ["git", "check-ignore", "--no-index", *sorted(outputs)]
     ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert outputs == {*ignored}

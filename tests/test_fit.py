@@ -1,6 +1,7 @@
 """`ktconvert fit`: exact sizes, memory of the runtime, caches by attention, what fits, and the commands for it."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from ktconvert.pipeline.fit.estimate import (
 from ktconvert.pipeline.fit.machines import GPUS, find_gpu
 from ktconvert.pipeline.fit.model_shape import read_shape
 from rig import conversion, gguf
+from rig.absent import hide_package
 from rig.hub_server import serve_hub
 from rig.scripts import FOLDER, load_benchmark
 from rig.served import start_server
@@ -421,6 +423,16 @@ def test_commands_for_a_gguf_name_the_model_that_provides_the_rest(tmp_path, pre
     done = conversion.ktconvert("fit", str(path), *LARGE, "--explain")
     assert "a GGUF has only the experts in usable form" in done.stderr and "; --config MODEL names" in done.stderr
     assert "all experts are on the CPU: a GPU cannot compute those of a GGUF" in done.stdout
+
+
+def test_missing_packages_of_the_server_are_noted(tmp_path):
+    """They are those of this machine, and not of one that options describe."""
+    environment = {**os.environ, **hide_package("uvicorn", tmp_path)}
+    options = ("--runtime", "ktconvert", "--bandwidth", "100GB")
+    done = conversion.ktconvert("fit", EXAMPLE, *options, env=environment)
+    assert "note: `ktconvert serve` needs uvicorn, not installed here: `" in done.stderr
+    assert done.stdout == conversion.ktconvert("fit", EXAMPLE, *options).stdout
+    assert conversion.ktconvert("fit", EXAMPLE, *options, "--ram", "64GB", env=environment).stderr == ""
 
 
 def test_a_gguf_downloads_all_of_the_original_only_if_its_experts_must_be_on_the_gpu(tmp_path, monkeypatch):

@@ -200,8 +200,12 @@ def test_an_interrupt_that_an_import_swallows_ends_the_process(swallow, tmp_path
     assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")
 
 
-def test_an_interrupt_of_the_first_imports_is_one_line(tmp_path):
-    program = "from ktconvert.pipeline.program import main; main()"
-    env = {**os.environ, **break_package("click", tmp_path, "raise KeyboardInterrupt")}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")
+@pytest.mark.parametrize(
+    "interrupt", ["raise KeyboardInterrupt", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"]
+)
+def test_an_interrupt_of_the_first_imports_is_one_line(interrupt, tmp_path):
+    env = {**os.environ, **break_package("click", tmp_path, interrupt)}
+    program = ("-c", "from ktconvert.pipeline.program import main; main()")
+    for words in (program, ("-m", "ktconvert", "version")):
+        result = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
+        assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")

@@ -170,3 +170,17 @@ def test_a_missing_shard_has_one_exit_code_where_it_is_read(options, command, pl
     result = run_in_process(command, *words)
     assert f"{shard.name} is missing" in f"{result.output} {result.exception}"
     assert getattr(result.exception, "exit_code", result.exit_code) == code
+
+
+@pytest.mark.parametrize(
+    "words", ["inspect {link}", "cpu {link} {out}", "run {link} --prompt x", "fit {link}", "eval {model} --text {link}"]
+)
+def test_a_link_to_nothing_is_named(words, places, tmp_path, monkeypatch):
+    """Also if its name could be a hub id. Its own name is no correction of itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for link in ("broken", "models/broken"):
+        (tmp_path / link).symlink_to("nowhere")
+        error = run_in_process(*words.format(**{**places, "link": link, "out": "out"}).split()).exception
+        assert type(error) is InputError, error
+        assert str(error).endswith("broken: is a link to nowhere, which does not exist; correct the link.")

@@ -160,6 +160,8 @@ line
 
 \"\"\"
 third
+/exitt
+/foo bar
 /usr/bin is no command
 /exit
 never
@@ -174,6 +176,8 @@ def test_chat_has_commands_and_messages_of_several_lines(example, monkeypatch):
     result = call(example, "--chat", "--system", "be", "--max-new-tokens", 2, stdin=CHAT)
     assert result.exit_code == 0, result.exception
     assert "/system TEXT" in result.stderr
+    for command in ("/exitt", "/foo"):
+        assert f"unknown command {command}; /help lists the commands\n" in result.stderr
     said = [
         [(message["role"], message["content"]) for message in chat if message["role"] != "assistant"] for chat in chats
     ]

@@ -276,6 +276,13 @@ def test_an_invalid_origin_is_rejected(origin, example):
     assert str(error).startswith(f"--cors-origin {origin}: not an origin; ")
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_the_model_is_rejected(name, example):
+    error = run_in_process("serve", example, "--model-name", name).exception
+    assert isinstance(error, UsageError)
+    assert str(error) == "--model-name is empty; give a name, or leave the option out."
+
+
 @pytest.mark.parametrize(("key", "status"), [(KEY, 200), (f"{KEY}0", 401), ("wrong", 401)])
 def test_only_the_key_of_the_file_opens_the_server(key, status, url):
     assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status

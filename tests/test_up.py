@@ -227,6 +227,7 @@ def test_what_cannot_be_served_is_explained(model, options, code, text, tmp_path
     shutil.copy(EXAMPLE / "config.json", tmp_path / "bare")
     done = up(model, tmp_path / "server", *OPTIONS, "--yes", *options, cwd=tmp_path)
     conversion.check_refusal(done, code, text)
+    assert "note: " not in done.stderr  # which would repeat the error
     assert not (tmp_path / "server").exists()
 
 

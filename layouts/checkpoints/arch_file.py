@@ -24,6 +24,7 @@ from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFun
 from ktconvert.layouts.errors import InputError
 
 STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
+REMEDY = "correct it, as docs/reference/architectures.md shows"
 LISTS = ("matches", "layers", "experts", "width", "hidden")
 # Fields of a row that are not in files.
 NO_KEYS = ("refusal", "shares", "decides", "router_scale", "after", "function", "stack", "more")
@@ -41,7 +42,7 @@ def parse_arch(text: str) -> Arch:
     try:
         return _parse(text)
     except InputError as error:
-        raise error.with_path("--arch-file") from None
+        raise error.with_path("--arch-file").with_remedy(error.remedy or REMEDY) from None
 
 
 def _parse(text: str) -> Arch:
@@ -118,4 +119,4 @@ def _template(matrix: str, value: Any, with_expert: bool) -> str:
 def _require_known_keys(table: dict[str, Any], known: list[str], where: str) -> None:
     for key in table:
         if key not in known:
-            raise InputError(f"unknown key {where}{key}; known are {', '.join(known)}")
+            raise InputError(f"unknown key {where}{key}", f"use only {', '.join(known)}")

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError, UsageError
+from ktconvert.layouts.errors import (
+    InputError,
+    KTConvertError,
+    ResourceError,
+    UnreachableError,
+    UsageError,
+    absent_path,
+    read_dangling_link,
+)
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
@@ -52,7 +60,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     file = FILE.fullmatch(text)
     if file is not None and not companions_only:
         return _resolve_file(file[1], PurePosixPath(file[2]), revision)
-    if not HUB_ID.fullmatch(text):
+    if not HUB_ID.fullmatch(text) or read_dangling_link(path) is not None:
         raise absent_model(text)
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
@@ -66,6 +74,8 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
 
 def absent_model(text: str) -> InputError:
     """Return the error for a model that is neither an existing path nor a hub id."""
+    if read_dangling_link(text) is not None:
+        return absent_path(text)
     remedy = "check the path, or give a hub id such as org/name"
     return InputError(f"does not exist{suggest_path(text)}", remedy, path=text)
 
@@ -237,7 +247,7 @@ def suggest_path(text: str) -> str:
     """Return a question that names an existing path similar to a mistyped one; "" if there is none."""
     path = Path(text)
     with contextlib.suppress(OSError):
-        names = [other.name for other in path.parent.iterdir()]
+        names = [other.name for other in path.parent.iterdir() if other.name != path.name]
         for name in difflib.get_close_matches(path.name, names, 1, SIMILAR):
             return f" (did you mean {path.with_name(name)}?)"
     return ""

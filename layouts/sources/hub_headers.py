@@ -15,7 +15,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError
+from ktconvert.layouts.errors import (
+    InputError,
+    KTConvertError,
+    ResourceError,
+    UnreachableError,
+    read_dangling_link,
+)
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers import CONTAINERS
@@ -70,7 +76,7 @@ def find_headers(name: str, revision: str | None = None) -> Location:
     is_here = False
     with contextlib.suppress(OSError, ValueError):
         is_here = Path(name).expanduser().exists()
-    if is_here or not hub.HUB_ID.fullmatch(repository):
+    if is_here or not hub.HUB_ID.fullmatch(repository) or read_dangling_link(name) is not None:
         return Location(hub.resolve(Path(name).expanduser(), revision))  # which explains what is wrong
     parts = hub.list_parts(PurePosixPath(match[2])) if match else []
     cached = hub.find_snapshot(repository, revision)

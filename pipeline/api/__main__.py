@@ -1,6 +1,9 @@
 """The ktconvert command as `python -m ktconvert`."""
 
-import runpy
-
 if __name__ == "__main__":  # processes of multiprocessing import this module, too
-    runpy.run_module("ktconvert.pipeline.cli", run_name="__main__", alter_sys=True)
+    try:
+        from ktconvert.pipeline.program import main
+
+        main()
+    except KeyboardInterrupt:  # during the import of the program, which handles all later ones
+        raise SystemExit(130) from None

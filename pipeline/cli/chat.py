@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ HELP = '''\
 /exit          End, as Ctrl-D does.
 A line that ends with \\ continues on the next one. A line """ begins and ends a message of several lines.
 The arrow keys recall earlier lines, also those of earlier chats.'''
+UNKNOWN_COMMAND = re.compile(r"/[a-z]+( [^\n]*)?")  # not a path, which has a second slash
 QUOTES = '"""'
 HISTORY_LINES = 1000
 
@@ -66,6 +68,8 @@ def answer_messages(system: str | None, answer: Callable[[list[dict[str, str]]],
                 chat.restart(chat.system)
             elif command == "/system":
                 chat.restart(argument.strip() or None)
+            elif UNKNOWN_COMMAND.fullmatch(text.strip()):
+                click.echo(f"unknown command {command}; /help lists the commands", err=True)
             elif command:
                 chat.add("user", text)
                 chat.add("assistant", answer(chat.messages))

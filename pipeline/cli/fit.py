@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ktconvert.layouts.errors import ResourceError, UsageError
+from ktconvert.layouts.errors import MissingPackageError, ResourceError, UsageError
+from ktconvert.layouts.outputs import launch
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import FitOptions, Target, UpOptions
@@ -51,6 +52,20 @@ def fit(options: FitOptions) -> None:
     click.echo("\n".join(format_document(document, explain=options.explain)))
     if problem:
         raise ResourceError(problem)
+    is_here = options.target.ram is options.target.vram is options.target.gpu is None
+    if is_here and not prediction.steps[-1].command.startswith(launch.PROGRAM):
+        _note_missing_packages()
+
+
+def _note_missing_packages() -> None:
+    """Print a note with the command that installs the packages of our server, if they are missing."""
+    from ktconvert.layouts.extras import require_packages
+    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
+
+    try:
+        require_packages("`ktconvert serve`", REQUIRED_PACKAGES["serve"], "serve")
+    except MissingPackageError as error:
+        Reporter().note(error.text)
 
 
 class Prediction(NamedTuple):
@@ -80,6 +95,11 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
     runtime = choose_runtime(options.target, target)
     read = read_model(options, target.numa, runtime, pinned=run_here)
     use = _describe_use(options.target, runtime, read.shape.positions)
+    if run_here and read.names.rest == launch.ORIGINAL:
+        raise UsageError(
+            f"{options.model}: a GGUF has only the experts in usable form; give the model that it was made from "
+            "(directory or hub id) as --config MODEL."
+        )
     if read.note:
         Reporter().note(read.note)
     choices = list_choices(read.shape, target, use)

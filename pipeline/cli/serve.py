@@ -32,6 +32,8 @@ def serve(options: ServeOptions) -> None:
     from ktconvert.pipeline.models.serving import authentication
     from ktconvert.pipeline.report.progress import Reporter
 
+    if options.model_name is not None and not options.model_name.strip():
+        raise UsageError("--model-name is empty; give a name, or leave the option out")
     reporter = Reporter()
     file = options.api_key_file
     choice = preconditions.make_model_choice("serve", options, reporter)

@@ -114,11 +114,6 @@ def _plan_setup(options: UpOptions, folder: Path) -> Setup:
 
     here = with_values(options, disk=options.target.disk or machine.disk_free(folder))
     prediction = predict(here, run_here=True)
-    if prediction.model.names.rest == launch.ORIGINAL:
-        raise UsageError(
-            f"{options.model}: a GGUF has only the experts in usable form; give the model that it was made from "
-            "(directory or hub id) as --config MODEL."
-        )
     if prediction.problem:
         raise ResourceError(prediction.problem)
     if URL.fullmatch(options.model) and prediction.steps[0].name == "download":

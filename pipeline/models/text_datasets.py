@@ -22,7 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnreachableError
+from ktconvert.layouts.errors import (
+    InputError,
+    KTConvertError,
+    ResourceError,
+    UnreachableError,
+    absent_path,
+    read_dangling_link,
+)
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.layouts.files.facts import DatasetFacts
@@ -207,6 +214,8 @@ def local_files(dataset: str) -> list[Path]:
     except (OSError, ValueError):  # a name that is too long or impossible
         exists = False
     if not exists:
+        if read_dangling_link(path) is not None:
+            raise absent_path(dataset)
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         remedy = f"set --dataset to a file or folder ({SUFFIXES}), or a hub id such as org/name"

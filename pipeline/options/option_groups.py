@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from ktconvert.layouts.errors import UsageError, absent_path
+from ktconvert.layouts.errors import InputError, UsageError, absent_path
 from ktconvert.layouts.files.documents import Count
 from ktconvert.layouts.files.facts import MachineFacts
 from ktconvert.native_quant import machine
@@ -226,16 +226,22 @@ class ArchFile(Options):
     def load_text(self) -> str | None:
         """Return the content of the file, None without one.
 
-        Raises InputError if it does not exist, UsageError if it is unreadable.
+        Raises InputError if it does not exist or describes no architecture, UsageError if it is unreadable.
         """
+        from ktconvert.layouts.checkpoints.arch_file import parse_arch
+
         if self.arch_file is None:
             return None
         try:
-            return self.arch_file.read_text()
+            text = self.arch_file.read_text()
+            parse_arch(text)
+        except InputError as error:
+            raise error.with_path(f"--arch-file {self.arch_file}") from None
         except FileNotFoundError:
             raise absent_path(self.arch_file) from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}); give a TOML file.") from error
+        return text
 
 
 class ImportanceFile(Options):

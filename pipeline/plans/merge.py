@@ -102,7 +102,7 @@ def _read_original(original: Path | None) -> tuple[list[str], dict[str, Any] | N
     if original is None:
         return [], None
     if not original.is_dir():
-        raise InputError(f"{original}: does not exist; give the original checkpoint with --original-path.")
+        raise absent_path(original, "give the original checkpoint with --original-path")
     return companion_files(original), read_config(original) if (original / CONFIG).exists() else None
 
 

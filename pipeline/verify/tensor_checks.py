@@ -202,15 +202,18 @@ def check_quantization(output: Output, measure: Measure) -> Check | None:
     return Check("quantization", f"{measure.method} in config.json", problems)
 
 
-def check_options(measure: Measure, numa: int | None, method: str | None) -> Check:
-    """Check the NUMA count and the method that the user intends to load; kt-kernel does not check them."""
+def check_options(measure: Measure, numa: int | None, method: str | None, word: str | None) -> Check:
+    """Check the NUMA count and the method that the user intends to load; kt-kernel does not check them.
+
+    word  the value of --quant-method, which may have other names for the method
+    """
     fmt = measure.fmt
     slices_text = plural(measure.numa, "NUMA slice")
     problems = []
     if numa is not None and numa != measure.numa:
         problems.append(f"the weights are for {slices_text}, not for --numa {numa}")
     if method is not None and method != measure.method:
-        problems.append(f"the weights have the sizes of {measure.method}, not of --quant-method {method.lower()}")
+        problems.append(f"the weights have the sizes of {measure.method}, not of --quant-method {word}")
     if fmt is not None and fmt.arrangement.is_whole_model:
         remedy = f"load it as {measure.method}, or convert again with a different --quant-type"
         return Check("options", f"{measure.method}, as requested", problems, remedy=remedy)

@@ -136,7 +136,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         total += against.source_bytes(inputs)
     reporter.begin(total, 0)
     if output.tensors and (options.numa is not None or options.method is not None):
-        checks.append(tensor_checks.check_options(measured, options.numa, options.method))
+        checks.append(tensor_checks.check_options(measured, options.numa, options.method, options.quant_method))
     if is_readable and output.methods:
         checks.append(tensor_checks.check_numbers(output, measured))
     if codes:

@@ -11,11 +11,13 @@ import asyncio
 import atexit
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -168,13 +170,33 @@ def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (
     Requests wait while the model is loaded. Raises KTConvertError, before that, if the port is in use.
     """
     with open_listener(host, port, "choose a different --host or --port") as listener:
-        application, scheduler = load_application(choice, **options)
+        with _announce_end():
+            application, scheduler = load_application(choice, **options)
         if origins:
             from starlette.middleware.cors import CORSMiddleware
 
             methods = ("GET", "POST")
             application = CORSMiddleware(application, origins, methods, ["*"], expose_headers=["x-request-id"])
         Server(application, scheduler, host=host, port=port, log_level="info").run(sockets=[listener])
+
+
+@contextmanager
+def _announce_end() -> Iterator[None]:
+    """Print a line before SIGTERM ends the process inside the block; a no-op outside the main thread."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"ktconvert: stopped by SIGTERM before the model was loaded.\n")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def load_application(
