@@ -374,15 +374,15 @@ typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least,
    KT_SUM_COLUMNS columns (gemm_int16.h), which BF16 holds. columns: a multiple of KT_SUM_COLUMNS. */
 typedef void kt_round_units_fn(int64_t columns, uint16_t *a);
 
-/* The sums of KT_SUM_COLUMNS BF16 activations each, after they are rounded to 8 bits. Rounded activations and their sums
-   go with each other: a weight that is stored as a code above a least value is then multiplied with one number, and the
+/* The sums of KT_SUM_COLUMNS BF16 activations each, after they are rounded to 8 bits. Rounded activations and their
+   sums go with each other: a weight that is stored as a code above a least value is then multiplied with one number, and the
    error of rounding is not multiplied with the code. columns: a multiple of KT_SUM_COLUMNS. */
 typedef void kt_sum_units_fn(int64_t columns, const uint16_t *a, float *sums);
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions does not depend on m, `panels` or their order.
-   sums[t * k / KT_SUM_COLUMNS + g]: sum of row t's activations in group g, for panels with least values; else NULL. With
-   int8 as kt_sum_units_fn adds them up.
+   sums[t * k / KT_SUM_COLUMNS + g]: sum of row t's activations in group g, for panels with least values; else NULL.
+   With int8 as kt_sum_units_fn adds them up.
    c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64.
    int8: 1: products of integers below 8 bits round activations to 8 bits.
    is_rounded: 1: the activations are what kt_round_units_fn makes of them. */

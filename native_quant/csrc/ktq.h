@@ -322,9 +322,9 @@ typedef struct {
     int64_t experts, slices, hidden, width[KTQ_MAX_SLICES];
     const ktq_expert *expert;
     ktq_function function;
-    /* missing[expert]: 1 for an expert whose weights are not in memory yet; NULL if all are. Before a pass computes such
-       experts, it calls load(context, their number, the experts), which loads them and clears the marks; no other pass
-       runs on the pool meanwhile. */
+    /* missing[expert]: 1 for an expert whose weights are not in memory yet; NULL if all are. Before a pass computes
+       such experts, it calls load(context, their number, the experts), which loads them and clears the marks; no other
+       pass runs on the pool meanwhile. */
     const uint8_t *missing;
     void (*load)(void *context, int64_t count, const int64_t *experts);
     void *context;
@@ -359,8 +359,8 @@ typedef struct {
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
-/* out[t] = weight x[t] + bias, rounded to BF16 once (numerics.md, section 5e): weight [n, k] in BF16 as checkpoints have
-   it, x [tokens, k], out [tokens, n]; bias may be NULL. tokens: 1 to KTQ_ROW_TOKENS. k: a multiple of
+/* out[t] = weight x[t] + bias, rounded to BF16 once (numerics.md, section 5e): weight [n, k] in BF16 as checkpoints
+   have it, x [tokens, k], out [tokens, n]; bias may be NULL. tokens: 1 to KTQ_ROW_TOKENS. k: a multiple of
    KTQ_ROW_MULTIPLE. */
 enum { KTQ_ROW_TOKENS = 4, KTQ_ROW_MULTIPLE = 32 };
 int ktq_multiply_rows(ktq_pool *pool, int64_t tokens, int64_t n, int64_t k, const uint16_t *weight,
@@ -369,8 +369,8 @@ int ktq_multiply_rows(ktq_pool *pool, int64_t tokens, int64_t n, int64_t k, cons
 int ktq_multiply_int8_rows(ktq_pool *pool, int64_t tokens, int64_t n, int64_t k, const int8_t *codes,
                            const uint16_t *scales, const uint16_t *bias, const uint16_t *x, uint16_t *out);
 
-/* Attention of one token (numerics.md, section 5f), in BF16: out [heads][queries][value_size]. `queries` heads share the
-   keys and values of one of `heads`. q: [heads][queries][size]. k, v: [keys][size] and [keys][value_size] of each head;
+/* Attention of one token (numerics.md, section 5f), in BF16: out [heads][queries][value_size]. `queries` heads share
+   the keys and values of one of `heads`. q: [heads][queries][size]. k, v: [keys][size] and [keys][value_size] of each head;
    those of the next head are key_stride and value_stride numbers further. scale: factor of the products. size,
    value_size: multiples of KTQ_ROW_MULTIPLE. */
 typedef struct {

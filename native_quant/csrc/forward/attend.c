@@ -56,7 +56,8 @@ static void merge_spans(const attention *job, int64_t first, uint16_t *out) {
         sum = fmaf(weight[s], job->sum[first + s], sum);
         rows[s] = values + s * size;
     }
-    job->kernels->combine(job->spans, rows, weight, size, values); /* each block of columns is read before it is written */
+    /* Each block of columns is read before it is written. */
+    job->kernels->combine(job->spans, rows, weight, size, values);
     for (int64_t c = 0; c < size; c++) out[c] = kt_to_bf16(values[c] / sum);
 }
 

@@ -71,8 +71,8 @@ KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #include "gemm_bf16_blocks.h"
 
-/* BF16 is read in the order of its bytes (Zen 4: 1.4 to 2.5 times as fast as other orders). Of FP8, both halves are read
-   at once, for more independent sums, and 2 pairs of columns, so that the sums of 6 tokens stay in registers. */
+/* BF16 is read in the order of its bytes (Zen 4: 1.4 to 2.5 times as fast as other orders). Of FP8, both halves are
+   read at once, for more independent sums, and 2 pairs of columns, so that the sums of 6 tokens stay in registers. */
 KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
     const int is_fp8 = coding == KT_E4M3, halves = is_fp8 ? 2 : 1, count = is_fp8 ? 2 : 4;
     const int small_l1 = kt_has_small_l1();

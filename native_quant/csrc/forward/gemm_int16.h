@@ -82,8 +82,8 @@ static inline int kt_has_int8(const kt_bf16_gemm *job) {
     return job->int8 && job->panel->bits < 8;
 }
 
-/* Returns the unit of 8 bits of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not
- * finite. */
+/* Returns the unit of 8 bits of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is
+ * not finite. */
 static inline float kt_int8_unit(uint32_t most) {
     return most >= KT_BF16_INFINITY ? kt_float(KT_BF16_NAN << 16) : kt_float(most << 16) * (1 / 127.0f);
 }

@@ -309,8 +309,8 @@ static const kt_int16_few few = {
     {FEW_BLOCK, FEW_BLOCK}, FEW_UNITS, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
 };
 static const kt_int16_few int8 = {
-    {BLOCK, FEW_BLOCK}, FEW_UNITS, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5, int8_bits_6,
-    NULL,
+    {BLOCK, FEW_BLOCK}, FEW_UNITS, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5,
+    int8_bits_6, NULL,
 };
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {

@@ -1,4 +1,5 @@
-/* Placement of pages on NUMA nodes by Linux's memory policies (mempolicy(7)), without libnuma; pages of mapped files. */
+/* Placement of pages on NUMA nodes by Linux's memory policies (mempolicy(7)), without libnuma; pages of mapped
+ * files. */
 #define _GNU_SOURCE
 #include "memory.h"
 
