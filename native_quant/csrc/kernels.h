@@ -375,8 +375,8 @@ typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least,
 typedef void kt_round_units_fn(int64_t columns, uint16_t *a);
 
 /* The sums of KT_SUM_COLUMNS BF16 activations each, after they are rounded to 8 bits. Rounded activations and their
-   sums go with each other: a weight that is stored as a code above a least value is then multiplied with one number, and the
-   error of rounding is not multiplied with the code. columns: a multiple of KT_SUM_COLUMNS. */
+   sums go with each other: a weight that is stored as a code above a least value is then multiplied with one number,
+   and the error of rounding is not multiplied with the code. columns: a multiple of KT_SUM_COLUMNS. */
 typedef void kt_sum_units_fn(int64_t columns, const uint16_t *a, float *sums);
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:

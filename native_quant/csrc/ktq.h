@@ -370,8 +370,8 @@ int ktq_multiply_int8_rows(ktq_pool *pool, int64_t tokens, int64_t n, int64_t k,
                            const uint16_t *scales, const uint16_t *bias, const uint16_t *x, uint16_t *out);
 
 /* Attention of one token (numerics.md, section 5f), in BF16: out [heads][queries][value_size]. `queries` heads share
-   the keys and values of one of `heads`. q: [heads][queries][size]. k, v: [keys][size] and [keys][value_size] of each head;
-   those of the next head are key_stride and value_stride numbers further. scale: factor of the products. size,
+   the keys and values of one of `heads`. q: [heads][queries][size]. k, v: [keys][size] and [keys][value_size] of each
+   head; those of the next head are key_stride and value_stride numbers further. scale: factor of the products. size,
    value_size: multiples of KTQ_ROW_MULTIPLE. */
 typedef struct {
     int64_t heads, queries, keys, size, value_size, key_stride, value_stride;
