@@ -298,10 +298,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killpoint.build(tmp_path_factory.mktemp("shim"))
 
 
-def test_a_killed_conversion_resumes_with_the_same_bytes(hub, environment, expected, shim, tmp_path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_a_killed_conversion_resumes_with_the_same_bytes(hub, environment, expected, shim, tmp_path, kills) -> None:
     """A resumed run fetches only what unfinished files need."""
     output = tmp_path / "out"
-    for point in conversion.choose_kill_points(120, 3):
+    for point in conversion.choose_kill_points(120, kills):
         command = [*conversion.KTCONVERT, *stream(output)]
         killpoint.run(command, output, point, shim, env=environment)
     sent, finished = hub.sent, len(list(output.with_name("out.work").glob("store/*"))) or LAYERS
