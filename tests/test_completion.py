@@ -50,7 +50,7 @@ def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
         env = {"HOME": str(tmp_path), "SHELL": f"/bin/{name}"}
         assert shell.startup_file in cli("--install-completion", env=env).stdout
         assert "already" in cli("--install-completion", env=env).stdout
-        assert (tmp_path / shell.startup_file).read_text().count(shell.line) == 1
+        assert (tmp_path / shell.startup_file).read_text().count("_KTCONVERT_COMPLETE=") == 1
     assert "set SHELL to bash, zsh or fish." in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
 
 
@@ -68,12 +68,22 @@ def test_closed_standard_output_is_named() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_loads_the_completion(tmp_path: Path) -> None:
-    program = tmp_path / "ktconvert"
+    """New shells without the virtual environment do, by the program's path; nothing happens once the program is gone."""
+    program = tmp_path / "bin" / "ktconvert"
+    program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ktconvert.pipeline.cli "$@"\n')
     program.chmod(0o755)
-    script = f"{SHELLS['bash'].line}\nCOMP_WORDS=(ktconvert resp); COMP_CWORD=1; _ktconvert_completion ktconvert\n"
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "--norc", "-c", f'{script}echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, env=env
-    )
-    assert done.stdout.strip() == "resplit", done.stderr
+    home = {"HOME": str(tmp_path)}
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = conversion.ktconvert("--install-completion", env={**home, "SHELL": "/bin/bash", "PATH": path})
+    assert done.returncode == 0, done.stderr
+
+    def run(script: str) -> tuple[str, str]:
+        words = ["bash", "--norc", "-c", f". ~/.bashrc; {script}"]
+        done = subprocess.run(words, capture_output=True, text=True, env={**home, "PATH": "/usr/bin:/bin"})
+        return done.stdout.strip(), done.stderr
+
+    ask = f"COMP_WORDS=({program} resp); COMP_CWORD=1; _ktconvert_completion {program}; echo ${{COMPREPLY[@]}}"
+    assert run(ask) == ("resplit", "")
+    program.unlink()
+    assert run("true") == ("", "")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +15,19 @@ from ktconvert.layouts.errors import UsageError
 
 @dataclass(frozen=True)
 class Shell:
-    """Start-up file of a shell, relative to the home directory, and the line that loads the completion."""
+    """Start-up file of a shell, relative to the home directory, and the line that loads the completion of {program}."""
 
     startup_file: str
     line: str
 
 
+# The program's whole path, since new shells have no virtual environment; nothing happens after it is uninstalled.
 SHELLS: Mapping[str, Shell] = {
-    "bash": Shell(".bashrc", 'eval "$(_KTCONVERT_COMPLETE=bash_source ktconvert)"'),
-    "zsh": Shell(".zshrc", 'eval "$(_KTCONVERT_COMPLETE=zsh_source ktconvert)"'),
-    "fish": Shell(".config/fish/config.fish", "_KTCONVERT_COMPLETE=fish_source ktconvert | source"),
+    "bash": Shell(".bashrc", '[ -x {program} ] && eval "$(_KTCONVERT_COMPLETE=bash_source {program})"'),
+    "zsh": Shell(".zshrc", '[ -x {program} ] && eval "$(_KTCONVERT_COMPLETE=zsh_source {program})"'),
+    "fish": Shell(
+        ".config/fish/config.fish", "test -x {program}; and _KTCONVERT_COMPLETE=fish_source {program} | source"
+    ),
 }
 
 
@@ -35,10 +41,12 @@ def install_completion() -> str:
         *others, last = SHELLS
         raise UsageError(f"SHELL: {name or 'unset'} has no completion; set SHELL to {', '.join(others)} or {last}.")
     shell = SHELLS[name]
+    program = shutil.which("ktconvert") or f"{sysconfig.get_path('scripts')}/ktconvert"
+    line = shell.line.format(program=shlex.quote(program))
     file = Path.home() / shell.startup_file
-    if file.exists() and shell.line in file.read_text(errors="surrogateescape").splitlines():
+    if file.exists() and line in file.read_text(errors="surrogateescape").splitlines():
         return f"{file}: already loads the completion of ktconvert"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as stream:
-        stream.write(f"\n{shell.line}\n")
+        stream.write(f"\n{line}\n")
     return f"{file}: loads the completion of ktconvert in new shells"
