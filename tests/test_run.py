@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,6 +206,33 @@ def test_chat_remembers_lines_of_earlier_chats(example, tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     lines = file.read_text().splitlines()
     assert lines == ["import os", "/exit", "import os", "/exit"]
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals")
+def test_ctrl_c_stops_an_answer_but_not_the_chat(example, tmp_path):
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "run", str(example), "--chat", "--max-new-tokens", "900"]
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    seen = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(ours, 1024)
+        seen = seen.partition(text)[2]
+
+    wait_for(b"> ")
+    os.write(ours, b"import os\n")
+    wait_for(b"import os\r\n")
+    wait_for(b"\n")  # a line of the answer
+    process.send_signal(signal.SIGINT)
+    wait_for(b"stopped; the model forgets this message")
+    wait_for(b"> ")
+    os.write(ours, b"/exit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(theirs)
+    os.close(ours)
 
 
 def test_tiny_temperature_and_too_many_threads_are_clamped(example):

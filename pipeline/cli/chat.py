@@ -18,7 +18,7 @@ HELP = '''\
 /help          Show this help.
 /new           Begin a new chat, with the same system message.
 /system TEXT   Begin a new chat with this system message, or without one.
-/exit          End, as Ctrl-D does.
+/exit          End, as Ctrl-D does. Ctrl-C stops an answer.
 A line that ends with \\ continues on the next one. A line """ begins and ends a message of several lines.
 The arrow keys recall earlier lines, also those of earlier chats.'''
 UNKNOWN_COMMAND = re.compile(r"/[a-z]+( [^\n]*)?")  # not a path, which has a second slash
@@ -72,7 +72,13 @@ def answer_messages(system: str | None, answer: Callable[[list[dict[str, str]]],
                 click.echo(f"unknown command {command}; /help lists the commands", err=True)
             elif command:
                 chat.add("user", text)
-                chat.add("assistant", answer(chat.messages))
+                try:
+                    chat.add("assistant", answer(chat.messages))
+                except KeyboardInterrupt:
+                    if not sys.stdin.isatty():
+                        raise
+                    chat.messages.pop()
+                    click.echo("\nstopped; the model forgets this message", err=True)
 
 
 def _read_messages() -> Iterator[str]:
