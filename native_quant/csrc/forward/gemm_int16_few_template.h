@@ -3,6 +3,7 @@
  *
  *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with two sums for each row; X(1) .. X(FEW_BLOCK)
  *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched
+ *     FEW_SCALES_AHEAD            blocks of KTQ_K_COLUMNS columns between scales that are read and those prefetched
  *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched
  *     FEW_UNITS                   columns of a unit with codes of up to 5, of 6 and of 8 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
@@ -18,7 +19,7 @@
 enum { UNSIGNED, SIGNED, VALUES };
 
 /* Two vectors at a time: the halves of the rows, or the two parts of one half after the other. */
-enum { TOGETHER = 2, FEW_SCALES_AHEAD = 3 * KTQ_K_SCALE_BYTES * KT_PANEL_ROWS };
+enum { TOGETHER = 2 };
 
 /* Codes of line v as unsigned bytes, four columns of each row: of the low or the high nibbles. */
 INLINE ints get_quads(int bits, int kind, ints values, int high, const uint8_t *half, int v) {
@@ -106,9 +107,9 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
     }
 }
 
-/* Whether codes and their scales are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own
-   prefetching is faster (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2
-   times as long. To look up values takes as long as more products. */
+/* Whether codes are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own prefetching is faster (a
+   layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2 times as long. To look up
+   values takes as long as more products. */
 INLINE int fetches(int planes, int bits, int kind, int tokens) {
     return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED;
 }
@@ -176,10 +177,10 @@ INLINE void add_columns(int planes, int bits, int kind, ints values, int tokens,
 
 /* Multiplies KTQ_K_COLUMNS columns of Q4_K or Q5_K, from column `first` of the work on. */
 INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const kt_int16_block *work, int64_t first) {
+    const int block_bytes = KTQ_K_SCALE_BYTES * KT_PANEL_ROWS;
     const uint8_t *scales = kt_k_scales_at(work->scales, work->first + first);
     floats scale[KT_PANEL_ROWS / LANES];
-    for (int i = 0; fetches(planes, bits, kind, tokens) && i < KTQ_K_SCALE_BYTES * KT_PANEL_ROWS; i += 64)
-        fetch_to_l2(scales + FEW_SCALES_AHEAD + i);
+    for (int i = 0; i < block_bytes; i += 64) fetch_to_l2(scales + FEW_SCALES_AHEAD * block_bytes + i);
 #pragma GCC unroll 4
     for (int row = 0; row < KT_PANEL_ROWS; row += LANES) {
         scale[row / LANES] = load_ph_ps(scales + 2 * row);
