@@ -81,6 +81,12 @@ def require_model(path: Path, remedy: str) -> None:
         raise bad_file(path, "contains converted experts, not a model", remedy)
 
 
+def require_directory(path: Path) -> None:
+    """Raise InputError for a file where a command needs the directory of a model."""
+    if path.is_file():
+        raise bad_file(path, "is a file, not a model", f"give the directory {path.parent}")
+
+
 def _read_valid_manifest(path: Path) -> Manifest | None:
     """Read a manifest; return None if there is none, or if it is damaged."""
     with contextlib.suppress(VerificationError):
