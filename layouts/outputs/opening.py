@@ -81,6 +81,23 @@ def require_model(path: Path, remedy: str) -> None:
         raise bad_file(path, "contains converted experts, not a model", remedy)
 
 
+def require_checkpoint(path: Path, remedy: str) -> None:
+    """Raise InputError for an adapter, statistics of `calibrate`, or converted experts.
+
+    remedy  for converted experts
+    """
+    refuse_adapter(path)
+    if is_statistics(path):
+        raise bad_file(path, "contains statistics of a model's experts, not a model", "give the model")
+    require_model(path, remedy)
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise InputError for a folder with a LoRA adapter and no model."""
+    if is_adapter(path):
+        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+
+
 def require_directory(path: Path) -> None:
     """Raise InputError for a file where a command needs the directory of a model."""
     if path.is_file():
