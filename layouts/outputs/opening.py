@@ -131,6 +131,9 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
             raise bad_file(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        if root.is_file():
+            is_part = is_output(root.parent) or _read_valid_manifest(root.parent) is not None
+            raise bad_file(root, "is a file, not an output", f"give the directory {root.parent}" if is_part else remedy)
         if is_adapter(root):
             raise bad_file(root, "is a LoRA adapter, not an output", remedy)
         has_shards = next(root.glob("*.safetensors"), None) is not None
