@@ -565,6 +565,12 @@ def test_a_model_that_does_not_exist_is_explained(name):
     conversion.check_refusal(conversion.ktconvert("fit", name, *LARGE), 5, f"{name}: does not exist; check the path")
 
 
+def test_one_file_of_a_checkpoint_is_refused():
+    """No printed command could serve it."""
+    done = conversion.ktconvert("fit", str(EXAMPLE / "model.safetensors"), *LARGE, "--vram", "0")
+    conversion.check_refusal(done, 5, "is a file, not a model; give the directory ")
+
+
 def test_defaults_are_those_of_this_machine(tiny):
     document = fit(tiny, "--vram", "0")
     assert document["machine"]["numa"] == machine.pool_count()

@@ -67,6 +67,7 @@ def single_outputs(source: Path) -> dict[str, Path]:
     [
         (map_options("0-2"), "0-2: give layers and their method, like 0-5=int8"),
         (map_options("0=int5"), "int5 cannot be the method of single layers; int4, int8, mxfp4, fp8 and bf16 can"),
+        (map_options("0=int4,1=bf16"), "--method-map 0=int4,1=bf16: repeat --method-map for each method, like"),
         (map_options("0="), "cannot be the method of single layers"),
         (map_options("3-1=int8"), "the range 3-1 is reversed; write 1-3"),
         (map_options("x=int8"), "--method-map x: give layer numbers"),

@@ -19,6 +19,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, KTConvertError, UsageError, bad_tensor, unreadable_file
 from rig import conversion, forks, gguf, killpoint, shims
+from rig.safetensors import write_file
 
 # Also root must respect the mode of a folder.
 WITHOUT_ROOT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
@@ -356,6 +357,30 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
         (("cpu", larger, whole), 5, "restore the old input, choose a different --output, or start over with"),
     ):
         conversion.check_refusal(conversion.ktconvert(*words), code, message)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path, source, expected):
+    """The tensors of `native` have the names of a model, as which it could be read."""
+    whole, native = source.with_name("whole"), tmp_path / "native"
+    assert convert(source, native, "--quant-method", "rawint4").returncode == 0
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    write_file(adapter / "adapter_model.safetensors", {"lora_A.weight": ("BF16", np.zeros((1, 8), np.uint16))})
+    (statistics := tmp_path / "statistics").mkdir()
+    (statistics / "statistics.json").write_text("{}")
+    setup = ("-o", tmp_path / "server", "--dry-run")
+    for folder, message in (
+        (adapter, "is a LoRA adapter, not a model; give the model that it was trained for."),
+        (statistics, "contains statistics of a model's experts, not a model; give the model."),
+        (whole, "contains converted experts, not a model; give the model that they were made from."),
+        (native, "contains converted experts, not a model; give the model that they were made from."),
+    ):
+        for words in (("fit", folder), ("up", folder, *setup)):
+            conversion.check_refusal(conversion.ktconvert(*words), 5, f"{folder}: {message}")
+    for command in ("inspect", "bench"):
+        conversion.check_refusal(
+            conversion.ktconvert(command, adapter), 5, f"{adapter}: is a LoRA adapter, not a model"
+        )
 
 
 @pytest.fixture

@@ -217,6 +217,7 @@ def test_nothing_starts_without_an_answer(tmp_path):
         ("model.gguf", (), 2, "a GGUF has only the experts in usable form; give the model that it was made from"),
         ("model.gguf", ("--config", "empty"), 5, "has no config.json"),
         ("model.gguf", ("--config", "bare"), 5, "bare: "),
+        (EXAMPLE / "model.safetensors", (), 5, f"is a file, not a model; give the directory {EXAMPLE}."),
         (EXAMPLE, ("--config", EXAMPLE), 2, "whose own config.json counts; leave it out"),
     ],
 )

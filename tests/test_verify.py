@@ -412,6 +412,14 @@ def test_directory_without_an_output_is_refused(tmp_path, example):
         assert str(path) in report["message"]
 
 
+def test_a_file_of_an_output_is_refused_with_its_directory(conversions, example):
+    output = conversions["int4-merged"]
+    assert f"{FIRST}: is a file, not an output; give the directory {output}." in run_verify(output / FIRST)["message"]
+    other = run_verify(example / "model.safetensors")
+    assert other["code"] == 5
+    assert "is a file, not an output; give the directory that `ktconvert cpu`" in other["message"]
+
+
 def test_unfinished_output_is_refused(tmp_path):
     for work in (tmp_path / "out.work", tmp_path / "mounted" / ".ktconvert"):
         work.mkdir(parents=True)

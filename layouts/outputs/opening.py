@@ -81,6 +81,29 @@ def require_model(path: Path, remedy: str) -> None:
         raise bad_file(path, "contains converted experts, not a model", remedy)
 
 
+def require_checkpoint(path: Path, remedy: str) -> None:
+    """Raise InputError for an adapter, statistics of `calibrate`, or converted experts.
+
+    remedy  for converted experts
+    """
+    refuse_adapter(path)
+    if is_statistics(path):
+        raise bad_file(path, "contains statistics of a model's experts, not a model", "give the model")
+    require_model(path, remedy)
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise InputError for a folder with a LoRA adapter and no model."""
+    if is_adapter(path):
+        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+
+
+def require_directory(path: Path) -> None:
+    """Raise InputError for a file where a command needs the directory of a model."""
+    if path.is_file():
+        raise bad_file(path, "is a file, not a model", f"give the directory {path.parent}")
+
+
 def _read_valid_manifest(path: Path) -> Manifest | None:
     """Read a manifest; return None if there is none, or if it is damaged."""
     with contextlib.suppress(VerificationError):
@@ -108,6 +131,9 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
             raise bad_file(root, problem, f"if `ktconvert gpu` wrote it, {remedy}")
         remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        if root.is_file():
+            is_part = is_output(root.parent) or _read_valid_manifest(root.parent) is not None
+            raise bad_file(root, "is a file, not an output", f"give the directory {root.parent}" if is_part else remedy)
         if is_adapter(root):
             raise bad_file(root, "is a LoRA adapter, not an output", remedy)
         has_shards = next(root.glob("*.safetensors"), None) is not None

@@ -21,6 +21,7 @@ from ktconvert.layouts.errors import ArgumentError, InputError, StateError, Unsu
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.layouts.outputs.format import explain_illegal_count
+from ktconvert.layouts.outputs.opening import refuse_adapter
 from ktconvert.layouts.reprs import write_repr
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
@@ -532,8 +533,9 @@ def make_function(
 def open_experts(path: Path) -> ExpertSource:
     """Open a directory of experts, or a GGUF file.
 
-    Raises InputError for damaged files, UnsupportedError if there are no experts.
+    Raises InputError for damaged files and an adapter, UnsupportedError if there are no experts.
     """
+    refuse_adapter(path)
     return open_checkpoint_experts(path) if is_checkpoint(path) else open_converted(path)
 
 

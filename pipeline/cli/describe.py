@@ -22,7 +22,7 @@ from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedErro
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
-from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.opening import is_output, open_output, refuse_adapter
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
@@ -56,13 +56,15 @@ def describe_path(
     arch_file  the text of --arch-file
     columns    also measure the columns of a checkpoint's down projections
 
-    Raises InputError for missing or damaged files, UsageError for `columns` of anything but a checkpoint.
+    Raises InputError for missing or damaged files, and for an adapter; UsageError for `columns` of anything but a
+    checkpoint.
     """
     path = Path(name).expanduser()
     output = find_output(path)
     paths = locate(output or path)
     unfinished = output is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
     if not unfinished and not is_output(path):
+        refuse_adapter(path)
         return _describe_checkpoint(name, revision, arch_file, columns=columns)
     if columns:
         raise UsageError(f"{path}: --columns is only for unconverted checkpoints; leave it out.")

@@ -14,6 +14,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import launch
+from ktconvert.layouts.outputs.opening import require_checkpoint, require_directory
 from ktconvert.layouts.sources import hub_headers
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
 from ktconvert.pipeline.fit.estimate import ModelShape, RestForm
@@ -44,7 +45,11 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
     gc.disable()  # hundreds of thousands of records without cycles: the collector would take half of the time
     try:
         path, remote, note = locate_checkpoint(name, revision, streamed=True)
+        if remote is None:
+            require_checkpoint(path, "give the model that they were made from")
         with open_checkpoint(path, config=options.config) as source:
+            if remote is None and not source.container.experts_only:
+                require_directory(path)  # the printed commands read a whole model
             archs = list_archs(options.arch.load_text())
             model = recognize(source, archs)
             if source.config.get("is_encoder_decoder"):

@@ -18,7 +18,13 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import ArgumentError, InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.extras import install_command, require_packages
-from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output, require_model
+from ktconvert.layouts.outputs.opening import (
+    is_output,
+    is_whole_model,
+    open_output,
+    require_directory,
+    require_model,
+)
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
@@ -159,8 +165,7 @@ class ModelChoice:
         if self.model.endswith(".gguf"):
             problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
             raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")
-        if Path(self.model).is_file():
-            raise bad_file(self.model, "is a file, not a model", f"give the directory {Path(self.model).parent}")
+        require_directory(Path(self.model))
         if not self.is_converted:
             require_model(Path(self.model), "give the original model, and this directory as --cpu-weights")
         for folder, kind in ((self.model, "a model"), (self.cpu_weights, "experts")):

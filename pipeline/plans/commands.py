@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ktconvert.layouts.checkpoints.adapter import is_adapter
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.manifest import NAME as MANIFEST
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs.opening import TRAIN, is_output, is_statistics, require_model
+from ktconvert.layouts.outputs.opening import TRAIN, is_output, require_checkpoint
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
@@ -183,12 +182,8 @@ def _require_checkpoint(options: Any) -> None:
         raise bad_file(path, f"is not a model, but {output} is one", "give the model first, then the output")
     if not path.is_dir():
         return
-    if is_adapter(path):
-        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
-    if is_statistics(path):
-        raise bad_file(path, "contains statistics of a model's experts, not a model", "give the model")
     remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
-    require_model(path, remedy)
+    require_checkpoint(path, remedy)
 
 
 def _add_hashes(

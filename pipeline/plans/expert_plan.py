@@ -405,6 +405,8 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
         layers, sign, method = text.rpartition("=")
         if not sign:
             raise UsageError(f"{MAP} {text}: give layers and their method, like 0-5=int8.")
+        if "=" in layers:
+            raise UsageError(f"{MAP} {text}: repeat {MAP} for each method, like {MAP} 0=int8 {MAP} 1=bf16.")
         name = method.strip().lower()
         if name not in mixable:
             raise UsageError(f"{MAP} {text}: {_explain_not_mixable(method.strip(), mixable)}.")

@@ -107,9 +107,9 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
     }
 }
 
-/* Whether codes are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own prefetching is faster (a
-   layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2 times as long. To look up
-   values takes as long as more products. */
+/* Whether codes are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own prefetching is faster
+   (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2 times as long. To look
+   up values takes as long as more products. */
 INLINE int fetches(int planes, int bits, int kind, int tokens) {
     return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED;
 }
