@@ -322,7 +322,7 @@ REFUSED: list[tuple[tuple[str, ...], type[KTConvertError], str]] = [
         "--gpu-experts-mask selects experts that --cpu-weights does not compute; also give --cpu-weights",
     ),
     ((*INT8, "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"), UsageError, "give one of them"),
-    ((*INT8, "--num-gpu-experts", "9"), ArgumentError, "--num-gpu-experts is 9, but layer 0 has 8; give at most 8"),
+    ((*INT8, "--num-gpu-experts", "9"), ArgumentError, "9 experts for the GPU, but layer 0 has 8; give at most 8"),
     (("--cpu-weights", "{w4}"), UnsupportedError, "w4: "),
 ]
 

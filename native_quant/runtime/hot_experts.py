@@ -94,7 +94,7 @@ def masks_by_layer(
     if mask is None:
         for layer, total in experts.items():
             if (count or 0) > total:
-                raise ArgumentError(f"num_gpu_experts is {count}, but layer {layer} has {total}; give at most {total}")
+                raise ArgumentError(f"{count} experts for the GPU, but layer {layer} has {total}; give at most {total}")
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
     source, error = (mask, InputError) if isinstance(mask, str) else (MASK_NAME, ArgumentError)
     table: Array = read_mask(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)

@@ -16,7 +16,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import ArgumentError, InputError, KTConvertError, UnsupportedError, UsageError, bad_file
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import (
     is_output,
@@ -301,11 +301,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         from ktconvert.native_quant.runtime import hf_non_experts
 
         hf_non_experts.drop_quantization_config(config)
-    try:
-        model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
-    except ArgumentError as error:  # of KTConvertConfig, about a value of the command line
-        error.problem = error.problem.replace("num_gpu_experts is", "--num-gpu-experts is")
-        raise
+    model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
     if source is not None and choice.cpu_weights is not None:
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
