@@ -119,14 +119,15 @@ def test_signal_before_the_first_layer_stops_at_once(example, tmp_path, number, 
     assert not (tmp_path / "made").exists()
 
 
-# The first signal comes before the first layer, the second one when Python exits.
+# A signal comes when Python exits, and if the first argument is 1, also one before the first layer.
 SIGNAL_AT_EXIT = """
 import atexit, os, sys
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.engine import execute
-number, make = int(sys.argv.pop(1)), execute.run_units
+early, number, make = sys.argv.pop(1), int(sys.argv.pop(1)), execute.run_units
 def run_units(*arguments):
-    os.kill(os.getpid(), number)
+    if early == "1":
+        os.kill(os.getpid(), number)
     make(*arguments)
 execute.run_units = run_units
 atexit.register(os.kill, os.getpid(), number)
@@ -134,23 +135,17 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_second_signal_at_exit_changes_nothing(five_layers, tmp_path, number, code):
-    """There is no traceback, and the exit code is that of the first signal."""
-    command = [
-        sys.executable,
-        "-c",
-        SIGNAL_AT_EXIT,
-        str(int(number)),
-        "cpu",
-        "-i",
-        five_layers[0],
-        "-o",
-        tmp_path / "out",
-    ]
+@pytest.mark.parametrize(
+    ("early", "number", "code"),
+    [(1, signal.SIGINT, 130), (1, signal.SIGTERM, 143), (0, signal.SIGINT, 0), (0, signal.SIGTERM, 0)],
+)
+def test_signal_at_exit_changes_nothing(five_layers, tmp_path, early, number, code):
+    """There is no traceback, and the exit code is that of the first signal, or 0 for a finished output."""
+    script = [sys.executable, "-c", SIGNAL_AT_EXIT, str(early), str(int(number))]
+    command = [*script, "cpu", "-i", five_layers[0], "-o", tmp_path / "out"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
-    assert "`ktconvert resume " in result.stderr
+    assert ("`ktconvert resume " in result.stderr) == bool(early)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

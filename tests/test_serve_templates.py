@@ -115,17 +115,3 @@ server.run()
 def test_a_signal_ends_a_server_with_a_blocked_event_loop(sig):
     result = run_python(BLOCKED, free_port(), int(sig), timeout=60)
     assert result.returncode == 128 + sig, result.stderr
-
-
-LOADING = """
-import os, signal, sys
-from ktconvert.pipeline.models.serving import server
-server.load_application = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
-server.listen(None, "127.0.0.1", int(sys.argv[1]))
-"""
-
-
-def test_a_signal_ends_a_server_that_loads_its_model_with_a_message():
-    result = run_python(LOADING, free_port(), timeout=60)
-    assert result.returncode == -signal.SIGTERM
-    assert result.stderr == "ktconvert: stopped by SIGTERM before the model was loaded.\n"

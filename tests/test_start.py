@@ -52,7 +52,8 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
         os.close(writer)
     assert process.returncode == (130 if number == signal.SIGINT else -number), text
     before = " before the output was begun; run the same command again" if command == "cpu" else ""
-    assert text.strip() == (f"ktconvert: interrupted{before}." if number == signal.SIGINT else "")
+    stopped = f"interrupted{before}" if number == signal.SIGINT else "stopped by SIGTERM; run the same command again"
+    assert text.strip() == f"ktconvert: {stopped}."
 
 
 @pytest.mark.parametrize(

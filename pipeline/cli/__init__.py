@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 import click
@@ -268,6 +269,9 @@ def main() -> None:
                 sys.exit()
         with group.make_context("ktconvert", sys.argv[1:]) as context:
             group.invoke(context)
+        sys.stdout.flush()
+        for number in (signal.SIGINT, signal.SIGTERM):  # the command is done: a late signal does not make it fail
+            signal.signal(number, lambda *_: os._exit(0))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -345,7 +349,14 @@ def _open_streams() -> None:
 def _reset_signals() -> None:
     """Reset signal handlers: shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    """Print a line and end the process by SIGTERM."""
+    os.write(2, b"\nktconvert: stopped by SIGTERM; run the same command again.\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:

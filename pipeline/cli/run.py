@@ -48,10 +48,11 @@ def run(options: RunOptions) -> None:
 
     context = loading.context_length(loaded[0].config)
 
-    def write(inputs: Any) -> str:
+    def write(inputs: Any, prompt: str = "") -> str:
         count = generating.limit_new_tokens(context, inputs, options.max_new_tokens)
         if count < options.max_new_tokens:
             reporter.announce(f"the model's context of {context} tokens leaves {count} for the answer")
+        _say(prompt)
         with pretrained.explain_errors(
             choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
         ):
@@ -63,9 +64,7 @@ def run(options: RunOptions) -> None:
         return text
 
     if options.prompt is not None:
-        inputs = generating.prompt_inputs(loaded[1], options.prompt)
-        _say(options.prompt)
-        write(inputs)
+        write(generating.prompt_inputs(loaded[1], options.prompt), options.prompt)
         return
     chat.answer_messages(options.system, lambda messages: write(generating.chat_inputs(loaded[1], messages)))
 

@@ -16,8 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -153,6 +152,7 @@ class Server(uvicorn.Server):
         """Run until a signal, which uvicorn raises again: SIGTERM ends the process, SIGINT is a KeyboardInterrupt."""
         if threading.current_thread() is threading.main_thread():  # uvicorn handles signals only there
             threading.Thread(target=self._force_exit, daemon=True, name="exit").start()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a server without a message
         try:
             super().run(*args, **kwargs)
         except KeyboardInterrupt:
@@ -170,33 +170,13 @@ def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (
     Requests wait while the model is loaded. Raises KTConvertError, before that, if the port is in use.
     """
     with open_listener(host, port, "choose a different --host or --port") as listener:
-        with _announce_end():
-            application, scheduler = load_application(choice, **options)
+        application, scheduler = load_application(choice, **options)
         if origins:
             from starlette.middleware.cors import CORSMiddleware
 
             methods = ("GET", "POST")
             application = CORSMiddleware(application, origins, methods, ["*"], expose_headers=["x-request-id"])
         Server(application, scheduler, host=host, port=port, log_level="info").run(sockets=[listener])
-
-
-@contextmanager
-def _announce_end() -> Iterator[None]:
-    """Print a line before SIGTERM ends the process inside the block; a no-op outside the main thread."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        os.write(2, b"ktconvert: stopped by SIGTERM before the model was loaded.\n")
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def load_application(
