@@ -109,8 +109,8 @@ def test_the_example_of_the_page_is_valid(write_config: Write) -> None:
 WRONG = {
     "[cpu]\nthreds = 1": "[cpu] threds: no option with a default has this name; did you mean threads?",
     "[all]\nthreds = 1": "[all] threds: no option with a default has this name; did you mean threads?",
-    "[cpu]\ninput = 'model'": "[cpu] input: no option with a default has this name",
-    "[cpu]\ngpu = true": "[cpu] gpu: no option with a default has this name",
+    "[cpu]\ninput = 'model'": "[cpu] input: no default can be set for this option; give it on the command line.",
+    "[cpu]\ngpu = true": "[cpu] gpu: no default can be set for this option",
     "[serve]\nprot = 1": "[serve] prot: no option with a default has this name; did you mean port?",
     "[run]\nx = 1": "[run] x: no option with a default has this name; see `ktconvert run --help-all`.",
     "[cpu]\nthreads = 1\n[gpu]\nthreds = 1": "[gpu] threds: no option with a default has this name; did you mean threads?",

@@ -362,7 +362,8 @@ def check_method(mode: str, method: str) -> None:
         raise ArgumentError(f"unknown mode {mode!r}; choose 'inference' or 'sft'.")
     names = (*METHODS, *UNSUPPORTED) if mode == "inference" else SFT_METHODS
     if method not in names:
-        raise ArgumentError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(names))}.")
+        computed = ", ".join(sorted(METHODS if mode == "inference" else SFT_WEIGHTS))
+        raise ArgumentError(f"unknown method {method!r} for mode {mode!r}; choose one of {computed}.")
     if mode == "sft":
         if method not in SFT_WEIGHTS:
             problem = f"method={method!r} is a name in kt-kernel's list that kt-kernel cannot construct"

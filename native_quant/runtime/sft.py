@@ -19,6 +19,7 @@ from ktconvert.layouts.checkpoints.expert_function import PLAIN
 from ktconvert.layouts.errors import StateError
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
@@ -172,6 +173,13 @@ class SftMoEWrapper:
         self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]] | None = None
         self._backward: Future[Gradients] | None = None
         self._inference: torch.Tensor | None = None  # hidden states of submit_forward_inference
+
+    def __repr__(self) -> str:
+        """Return path, method and sizes."""
+        sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "lora_rank")
+        names = ("layer_idx", "method", "weight_path", *sizes)
+        state = "" if self.moe else "no weights loaded"
+        return write_repr(self, state, **{name: getattr(self, name) for name in names})
 
     # --- weights ---
 

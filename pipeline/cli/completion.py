@@ -39,7 +39,8 @@ def install_completion() -> str:
     name = Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
         *others, last = SHELLS
-        raise UsageError(f"SHELL: {name or 'unset'} has no completion; set SHELL to {', '.join(others)} or {last}.")
+        problem = f"SHELL: {name} has no completion" if name else "SHELL is not set"
+        raise UsageError(f"{problem}; set it to {', '.join(others)} or {last}.")
     shell = SHELLS[name]
     program = shutil.which("ktconvert") or f"{sysconfig.get_path('scripts')}/ktconvert"
     line = shell.line.format(program=shlex.quote(program))

@@ -49,6 +49,8 @@ def read_defaults(command: str, cls: type[Options], parent: click.Context) -> di
             if title in (ALL, command) and name in by_key:
                 defaults[by_key[name].name] = _to_words(by_key[name], value, place)
             elif name not in (known := _list_keys(title, parent)):
+                if name in _list_flags(title, parent):
+                    raise UsageError(f"{place}: no default can be set for this option; give it on the command line.")
                 raise _unknown_name(place, "option with a default", name, known, "" if title == ALL else title)
     return defaults
 
@@ -100,10 +102,22 @@ def _options_by_key(cls: type[Options]) -> dict[str, OptionField]:
 
 def _list_keys(title: str, parent: click.Context) -> tuple[str, ...]:
     """Return the keys of a table: those of its command, or of all commands. This imports the commands' modules."""
+    return tuple(dict.fromkeys(key for cls in _list_classes(title, parent) for key in _options_by_key(cls)))
+
+
+def _list_flags(title: str, parent: click.Context) -> set[str]:
+    """Return the options of a table's commands, written as keys, also those without a default."""
+    options = [option for cls in _list_classes(title, parent) for option in option_fields(cls)]
+    return {
+        option.flag.removeprefix("--").replace("-", "_") for option in options if isinstance(option.declaration, Option)
+    }
+
+
+def _list_classes(title: str, parent: click.Context) -> list[type[Options]]:
     group = _get_group(parent)
     names = group.list_commands(parent) if title == ALL else [title]
     commands: list[Any] = [group.get_command(parent, name) for name in names]
-    return tuple(dict.fromkeys(key for command in commands for key in _options_by_key(command.settings)))
+    return [command.settings for command in commands]
 
 
 def _unknown_name(place: str, kind: str, name: str, known: Iterable[str], command: str = "") -> UsageError:

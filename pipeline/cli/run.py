@@ -38,6 +38,8 @@ def run(options: RunOptions) -> None:
 
     reporter = Reporter()
     choice = preconditions.make_model_choice("run", options, reporter)
+    if options.chat and sys.stdin.isatty():  # a large model takes minutes
+        click.echo(f"loading {choice.model}", err=True)
     try:
         loaded = loading.load_model_and_tokenizer(choice if options.torch_experts else loading.with_own_experts(choice))
     except UnsupportedError as error:

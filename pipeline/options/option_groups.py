@@ -226,7 +226,7 @@ class ArchFile(Options):
     def load_text(self) -> str | None:
         """Return the content of the file, None without one.
 
-        Raises InputError if it does not exist or describes no architecture, UsageError if it is unreadable.
+        Raises InputError if it cannot be read or describes no architecture.
         """
         from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
@@ -240,7 +240,8 @@ class ArchFile(Options):
         except FileNotFoundError:
             raise absent_path(self.arch_file) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}); give a TOML file.") from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise InputError(f"--arch-file {self.arch_file}: cannot be read ({reason})", "give a TOML file") from error
         return text
 
 

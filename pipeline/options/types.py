@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 MAX_INTEGER = 1 << 62
+MIN_PLAIN_SIZE = 1024  # least size without a unit: a smaller one lacks a unit by mistake
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -30,6 +31,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
         amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
+        if match and not match[2] and 1 <= amount < MIN_PLAIN_SIZE:
+            self.fail(f"{match[1]} without a unit means bytes; give a unit, such as {match[1]}GB", param, ctx)
         if not 1 <= amount < MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is not a size like 5GB or 500MiB", param, ctx)
         return int(amount)

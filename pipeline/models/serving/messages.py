@@ -37,6 +37,9 @@ def as_parts(value: Any) -> Any:
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
         raise invalid_value("has to be a string or a list of text parts")
+    kinds = [part.get("type") or "text" for part in value if isinstance(part, dict)]
+    if others := [kind for kind in kinds if kind not in TEXT_TYPES]:
+        raise invalid_value(f"has a part of the type {others[0]!r}; only parts of text can be read")
     return value
 
 
@@ -53,6 +56,7 @@ def as_json_object(value: Any) -> Any:
     raise invalid_value("has to be a JSON object in a string")
 
 
+TEXT_TYPES = ("text", "input_text", "output_text")  # of parts
 FAIL_FAST = Field(fail_fast=True)
 FunctionType = Annotated[
     Any,
@@ -93,7 +97,7 @@ class TextPart(WithProviderFields):
 
     type: Annotated[
         Any,
-        allow_only("text", "input_text", "output_text", reason="only parts of text can be read"),
+        allow_only(*TEXT_TYPES, reason="only parts of text can be read"),
         AfterValidator(lambda kind: kind or "text"),
     ]
     text: str

@@ -42,6 +42,7 @@ INT64 = 1 << 63
 # Messages for pydantic's types of errors; other types keep pydantic's message.
 MESSAGES = {UNKNOWN: "is not a parameter of this server", "missing": "is missing"}
 MESSAGES |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
+MESSAGES |= {"list_type": "has to be a list", "string_type": "has to be a string"}
 
 
 def is_token_ids(value: Any) -> bool:
@@ -57,6 +58,15 @@ def as_prompts(value: Any) -> list[Any]:
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise invalid_value(f"a request may have 1 to {MAX_PROMPTS} prompts, but this one has {len(prompts)}")
     return prompts
+
+
+def as_stops(value: Any) -> Any:
+    """Return stop strings as a list; one may be a string."""
+    if isinstance(value, str):
+        return [value]
+    if value is not None and not isinstance(value, list):
+        raise invalid_value("has to be a string or a list of strings")
+    return value
 
 
 def as_items(value: Any) -> Any:
@@ -130,7 +140,6 @@ ToolChoice = Annotated[tuple[str, str | None], BeforeValidator(as_tool_choice)]
 NO_LOGPROBS = "only chats and completions return log probabilities"
 UNSUPPORTED = "only the default is supported; leave it out"
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -201,7 +210,7 @@ class TextRequest(CommonRequest):
     """Parameters of chats and completions."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), ONE_OR_MORE] | None = None
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(as_stops)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(as_token_ids), Field(max_length=MAX_BIASES)] | None = None
