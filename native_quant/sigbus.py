@@ -25,10 +25,13 @@ def register_mapping(address: int, length: int, name: str, may_lose: bool = Fals
     raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 
 
+def has_unreadable_file() -> bool:
+    """Return whether bytes of any registered file could not be read."""
+    return lib.ktq_any_lost() != 0
+
+
 def find_unreadable_file(ranges: Iterable[tuple[int, int]]) -> str | None:
     """Return the file of which bytes in these ranges (address, length) could not be read; None if all could."""
-    if not lib.ktq_any_lost():
-        return None
     names = (lib.ktq_lost(ffi.cast("void *", address), length) for address, length in ranges)
     name = next((name for name in names if name != ffi.NULL), None)
     return None if name is None else ffi.string(name).decode(errors="surrogateescape")

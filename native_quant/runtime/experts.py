@@ -454,7 +454,8 @@ class KTExperts:
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:
         moe, packed, _ = memory = self._require_open()  # another thread may call close() during the call
-        check_error(function(self._pool.pointer, moe, *arguments))
+        if error := function(self._pool.pointer, moe, *arguments):
+            check_error(error)
         packed.check_reads()
         del memory
 

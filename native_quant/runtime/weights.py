@@ -128,6 +128,8 @@ class LayerWeights:
         """Raise InputError if bytes of a file could not be read: results computed with them are wrong."""
         if self._failures:
             raise self._failures[0]
+        if not sigbus.has_unreadable_file():
+            return
         addresses = ((data.__array_interface__["data"][0], data.nbytes) for data in self._tensors())
         if file := sigbus.find_unreadable_file(addresses):
             problem = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
