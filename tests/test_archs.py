@@ -408,7 +408,7 @@ def test_unknown_or_contradicting_activations_are_refused(name: str, config: Any
     """The error names the option that decides."""
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)
-    message += ".*; give --arch-file with the activation of the experts: activation = 'silu',"
+    message += ".*; give --arch-file, .* with the activation of the experts: activation = 'silu',"
     with pytest.raises(UnsupportedError, match=message):
         model.read(tmp_path)
 
@@ -847,8 +847,8 @@ def test_row_from_a_file_can_have_fused_experts() -> None:
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('name = "My MoE"', "", "name is missing, or not a string"),
-        ('name = "My MoE"', "name = 3", "name is missing, or not a string"),
+        ('name = "My MoE"', "", "needs a name (a string), and a"),
+        ('name = "My MoE"', "name = 3", "needs a name (a string), and a"),
         ("[[stored]]", "[[stowed]]", "unknown key stowed"),
         ("[[stored]]", "[other]", "unknown key other"),
         ('style = "separate"', 'style = "loose"', "stored.style must be one of separate, fused, stacked"),

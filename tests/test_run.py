@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -190,6 +191,17 @@ def test_chat_has_commands_and_messages_of_several_lines(example, monkeypatch):
     assert len(said) == 4
 
 
+def test_chat_continues_after_a_message_that_does_not_fit(example):
+    long = "import os " * 600
+    result = call(example, "--chat", "--max-new-tokens", 2, stdin=f"{long}\nimport os\n")
+    assert result.exit_code == 0, result.exception
+    assert "answer included; shorten it; the model forgets this message (/new begins a new chat)\n" in result.stderr
+    (speed,) = SPEED.findall(result.stderr)
+    assert int(speed[0]) == count_tokens(example, "import os\n")
+    error = call(example, "--prompt", long).exception
+    assert isinstance(error, UsageError) and error.remedy == "shorten it"
+
+
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals")
 def test_chat_remembers_lines_of_earlier_chats(example, tmp_path):
     """In a file that other users cannot read. The arrow key recalls the last line."""
@@ -228,6 +240,13 @@ def test_ctrl_c_stops_an_answer_but_not_the_chat(example, tmp_path):
     wait_for(b"\n")  # a line of the answer
     process.send_signal(signal.SIGINT)
     wait_for(b"stopped; the model forgets this message")
+    wait_for(b"> ")
+    os.write(ours, b"half a line")
+    wait_for(b"half a line")
+    process.send_signal(signal.SIGINT)
+    while not select.select([ours], [], [], 1)[0]:  # readline only notices a signal while it waits
+        process.send_signal(signal.SIGINT)
+    wait_for(b"(/exit or Ctrl-D ends)")
     wait_for(b"> ")
     os.write(ours, b"/exit\n")
     assert process.wait(timeout=60) == 0

@@ -295,7 +295,7 @@ def ones(*shape: int, dtype: Any = np.bool_) -> Any:
 MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
     ("rows", {hot_experts.MASK_NAME: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
     ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; use a mask of shape \[2, 8\]"),
-    ("key", {"mask": ones(2, 8)}, r"contains 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
+    ("key", {"mask": ones(2, 8)}, r"contains 'mask'; give a safetensors file with a tensor 'gpu_experts_mask'"),
     ("bytes", lambda whole: whole[:-1] + b"\x02", "contains bytes other than 0 and 1"),
 ]
 

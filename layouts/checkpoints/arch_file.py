@@ -54,12 +54,9 @@ def _parse(text: str) -> Arch:
         raise InputError(f"not valid TOML ({reason})") from None
     known = [*(f.name for f in fields(Arch) if f.name not in NO_KEYS), *CHOICES, *CONSTANTS]
     _require_known_keys(tree, known, "")
-    name = tree.pop("name", None)
-    if not isinstance(name, str) or not name:
-        raise InputError("name is missing, or not a string")
-    stored = tree.pop("stored", None)
-    if not isinstance(stored, list) or not stored:
-        raise InputError("needs at least one [[stored]] table with the names of the experts' tensors")
+    name, stored = tree.pop("name", None), tree.pop("stored", None)
+    if not isinstance(name, str) or not name or not isinstance(stored, list) or not stored:
+        raise InputError("needs a name (a string), and a [[stored]] table with the names of the experts' tensors")
     row: dict[str, Any] = {"matches": (), "decides": "activation" in tree}
     function = ExpertFunction()
     for key, value in tree.items():

@@ -189,8 +189,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": Activation("relu(gate) * up", lambda f, gate, up: np.maximum(gate, 0) * up, scales=True),
     "relu2": Activation("relu(gate)^2 * up", lambda f, gate, up: np.maximum(gate, 0) ** 2 * up, scales=True),
 }
-CHOOSE_ACTIVATION = "give --arch-file with the activation of the experts: activation = " + ", ".join(
-    map(repr, ACTIVATIONS)
+CHOOSE_ACTIVATION = (
+    "give --arch-file, as docs/reference/architectures.md shows, with the activation of the experts: activation = "
+    + ", ".join(map(repr, ACTIVATIONS))
 )
 # Values of hidden_act -> the activations that they may mean; a row with one of them keeps it, else the first counts.
 _SILU = ("silu", "swiglu_step", "swiglu_oai", "softcap")  # gpt-oss and others say silu

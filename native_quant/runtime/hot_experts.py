@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 Mask = Bool  # [experts] of a layer, or [layers, experts]
 REMEDY = "choose fewer hot experts"
 MASK_NAME = "gpu_experts_mask"  # the tensor's name in a file
-MASK_FORM = f"a safetensors file with a tensor {MASK_NAME!r}, bool [decoder layers, experts], is required"
+MASK_FORM = (
+    f"give a safetensors file with a tensor {MASK_NAME!r}, bool [decoder layers, experts], as "
+    "`ktconvert experts --format mask` writes it"
+)
 MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
 
 

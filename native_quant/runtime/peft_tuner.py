@@ -25,6 +25,8 @@ from ktconvert.native_quant.runtime.peft_targets import EXPERTS, list_stacked_pa
 from ktconvert.native_quant.runtime.training import require_trainable
 
 # Names of tensors: of one expert in a file, of all experts of an unconverted model (PEFT's), of our parameters.
+SAVE_AGAIN = "save the adapter again"
+OTHER_MODEL = "load it into the model with which it was trained"
 ONE_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
 ALL_EXPERTS = re.compile(r"(?P<at>.*\.experts)(?P<inner>\.base_layer)?\.(?P<side>lora_[AB])\.weight")
 FUSED = re.compile(r"(?P<at>.*\.experts)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.(?P<adapter>[^.]+)")
@@ -257,7 +259,7 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
     if unknown := [
         ".".join(place) for place, tensor in stacked.items() if place[:2] not in adapted_projections and tensor.any()
     ]:
-        raise InputError(f"the adapter has {unknown[0]}, which its settings do not name; save the adapter again")
+        raise InputError(f"the adapter has {unknown[0]}, which its settings do not name", SAVE_AGAIN)
     for path, name in sorted(adapted_projections):
         for side in ("lora_A", "lora_B"):
             parameter = getattr(layers[path].adapted[name], side)[adapter]
@@ -266,9 +268,9 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
                 value = torch.zeros_like(parameter)
             if value is None or value.shape != parameter.shape:
                 problem = "lacks it" if value is None else f"has {list(value.shape)}"
+                shape = list(parameter.shape)
                 raise InputError(
-                    f"the adapter does not fit this model: {path}.{name}.{side} is {list(parameter.shape)}, but the "
-                    f"adapter {problem}"
+                    f"{path}.{name}.{side} of this model is {shape}, but the adapter {problem}", OTHER_MODEL
                 )
             result[f"{PREFIX}{path}.{name}.{side}"] = value
     return result
@@ -285,14 +287,12 @@ def _split(
     side = match["side"]
     adapted = layer.adapted
     if not adapted:
-        raise InputError(f"the adapter has tensors of {path}, which its settings do not name; save the adapter again")
+        raise InputError(f"the adapter has tensors of {path}, which its settings do not name", SAVE_AGAIN)
     experts = next(iter(adapted.values())).base_layer.experts
     is_a = side == "lora_A"
     if tensor.shape[0 if is_a else 1] % experts:
-        raise InputError(
-            f"the adapter does not fit this model: {path}.{side} is {list(tensor.shape)}, "
-            "for a different number of experts"
-        )
+        problem = f"{path}.{side} of the adapter is {list(tensor.shape)}, for a different number of experts"
+        raise InputError(problem, OTHER_MODEL)
     if is_a:
         by_expert = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
@@ -314,7 +314,9 @@ def _split(
         else:
             first, second = by_expert.chunk(2, 1)
             if first[..., boundary:].any() or second[..., :boundary].any():
-                raise InputError(f"the adapter does not fit this model: {path}.{side} has rank {rank}, not {ranks}")
+                shape, rank_text = list(tensor.shape), " and ".join(map(str, sorted({*ranks})))
+                problem = f"{path}.{side} of the adapter is {shape}, but not for {experts} experts of rank {rank_text}"
+                raise InputError(problem, OTHER_MODEL)
             first = first[..., :boundary]
             second = second[..., boundary:]
     return {gate: first.contiguous(), up: second.contiguous()}

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import click
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UsageError
 
 HELP = '''\
 /help          Show this help.
 /new           Begin a new chat, with the same system message.
 /system TEXT   Begin a new chat with this system message, or without one.
-/exit          End, as Ctrl-D does. Ctrl-C stops an answer.
+/exit          End, as Ctrl-D does. Ctrl-C stops an answer, or drops the line.
 A line that ends with \\ continues on the next one. A line """ begins and ends a message of several lines.
 The arrow keys recall earlier lines, also those of earlier chats.'''
 UNKNOWN_COMMAND = re.compile(r"/[a-z]+( [^\n]*)?")  # not a path, which has a second slash
@@ -79,21 +79,40 @@ def answer_messages(system: str | None, answer: Callable[[list[dict[str, str]]],
                         raise
                     chat.messages.pop()
                     click.echo("\nstopped; the model forgets this message", err=True)
+                except UsageError as error:
+                    chat.messages.pop()
+                    click.echo(f"{error.text}; the model forgets this message (/new begins a new chat)", err=True)
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the messages and commands of stdin."""
-    while (line := _read_line("> ")) is not None:
-        lines = []
-        if line.strip() == QUOTES:
-            while (line := _read_line("... ")) is not None and line.strip() != QUOTES:
-                lines.append(line)
-        else:
-            while line.endswith("\\"):
-                lines.append(line[:-1])
-                line = _read_line("... ") or ""
+    """Yield the messages and commands of stdin. On a terminal, Ctrl-C drops a message."""
+    while True:
+        try:
+            message = _read_message()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            click.echo("\n(/exit or Ctrl-D ends)", err=True)
+            continue
+        if message is None:
+            return
+        yield message
+
+
+def _read_message() -> str | None:
+    """Return the next message or command of stdin, or None at its end."""
+    line = _read_line("> ")
+    if line is None:
+        return None
+    lines = []
+    if line.strip() == QUOTES:
+        while (line := _read_line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
-        yield "\n".join(lines)
+        return "\n".join(lines)
+    while line.endswith("\\"):
+        lines.append(line[:-1])
+        line = _read_line("... ") or ""
+    return "\n".join([*lines, line])
 
 
 def _read_line(prompt: str) -> str | None:

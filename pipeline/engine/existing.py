@@ -331,7 +331,8 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
 def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
     """Return descriptions of the options that can change a byte and differ from the old ones."""
     new = plan.document()
-    differences = []
+    differences: list[str] = []
+    consequences: list[str] = []
     if old.command != new.command:
         differences.append(f"command was {old.command}, is {new.command}")
     for name in sorted({*old.settings, *new.settings}):
@@ -342,8 +343,10 @@ def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
             changed = [key for key in new_value if old_value.get(key) != new_value[key]]
             differences += [f"{flag}: {key} was {old_value.get(key)}, is {new_value[key]}" for key in changed]
         elif old_value != new_value:
-            differences.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
-    return differences
+            # An option that only one of them records belongs to a different choice, such as GPTQ.
+            kind = differences if name in old.settings and name in new.settings else consequences
+            kind.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
+    return differences or consequences
 
 
 def _format_setting(value: Any) -> str:

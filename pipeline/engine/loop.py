@@ -73,11 +73,22 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 class StopFlag:
-    """A handler of SIGINT and SIGTERM: the first finishes the units in flight, the second ends the process at once."""
+    """A handler of SIGINT and SIGTERM: the first finishes the units in flight, the second ends the process at once.
 
-    def __init__(self, outputs: Sequence[Path]) -> None:
+    number  the first signal; 0 before it
+    """
+
+    def __init__(
+        self, outputs: Sequence[Path], action: str = "finishing the layers in flight", unit: str = "finished layer"
+    ) -> None:
+        """Prepare the messages.
+
+        action  what happens after the first signal
+        unit    what remains after the second one
+        """
         self.number = 0
-        text = f"stopped at once; {_resume_remedy(outputs)} from the last finished layer"
+        self._first_message = f"\n{action}; a second Ctrl-C or SIGTERM stops at once\n".encode()
+        text = f"stopped at once; {_resume_remedy(outputs)} from the last {unit}"
         self._second_message = f"\nktconvert: {shorten_paths(escape(text))}.\n".encode(errors="backslashreplace")
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -85,7 +96,7 @@ class StopFlag:
             os.write(2, self._second_message)
             os._exit(128 + number)
         self.number = number
-        os.write(2, b"\nfinishing the layers in flight; a second Ctrl-C or SIGTERM stops at once\n")
+        os.write(2, self._first_message)
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[StopFlag]:

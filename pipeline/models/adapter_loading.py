@@ -107,7 +107,7 @@ def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> d
     folders: dict[str, Path] = {}
     for name, folder in adapters:
         if name == model_name or name in folders:
-            owner = "the model" if name == model_name else "a different adapter"
+            owner = "the model" if name == model_name else f"--adapter {folders[name]}"
             raise UsageError(
                 f"--adapter {folder}: {owner} is also named {name}; choose a different name with NAME={folder}."
             )
@@ -188,7 +188,9 @@ def _explain_errors(folder: Path, model_name: str) -> Iterator[None]:
     try:
         yield
     except KTConvertError as error:
-        raise InputError(f"{folder}: does not fit {model_name}: {error}") from error
+        place = "" if error.path is None else f"{error.path}: "
+        problem = f"does not fit {model_name}: {place}{error.problem.removesuffix('.')}"
+        raise InputError(problem, error.remedy, path=folder) from error
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = lines[1] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else lines[0]

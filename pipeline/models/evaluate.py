@@ -107,6 +107,8 @@ def cut_sequences(
         raise UsageError(f"--sequence-length {length}: {problem}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // length - skip
+    if not len(ids):
+        raise InputError(f"{source}: has no tokens; give a text.")
     if count < 1:
         excess = f"no sequence of {length} after the first {skip}" if skip else f"less than one sequence of {length}"
         remedy = "give a longer text, or a smaller --sequence-length" + (" or --skip-sequences" if skip else "")

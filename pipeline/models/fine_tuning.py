@@ -27,7 +27,7 @@ from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble_output
 from ktconvert.pipeline.engine.execute import require_possible, resume_work
 from ktconvert.pipeline.engine.existing import is_finished, require_writable_output
-from ktconvert.pipeline.engine.loop import publish_unit, record_run, stop_at_once
+from ktconvert.pipeline.engine.loop import Interrupted, StopFlag, publish_unit, record_run, stop_at_once
 from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -94,10 +94,9 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
         *((name, to_hashable(value)) for name, value in sorted(options.settings.items())),
         ("ids", ids.hexdigest()),
     )
-    saved = [*range(options.save_steps, steps, options.save_steps), steps]
-    checkpoints = tuple(
-        Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, in_output=False, **common) for step in saved
-    )
+    first = Unit(CHECKPOINT, "1", bytes_out=0, work=1, params=params, in_output=False, **common)
+    saved = {*range(options.save_steps, steps, options.save_steps), steps, *_find_stopping_steps(plan, first)}
+    checkpoints = tuple(_at_step(first, step) for step in sorted(saved))
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     training = f"train {plural(steps, 'step')}"
     return replace(
@@ -111,6 +110,18 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
         needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
         hooks=replace(plan.hooks, peak_memory=lambda threads: LIBRARIES + weights_bytes + memory["together"]),
     )
+
+
+def _at_step(checkpoint: Unit[int], step: int) -> Unit[int]:
+    """Return the checkpoint after a different number of steps of the same training."""
+    return replace(checkpoint, key=str(step), work=step)
+
+
+def _find_stopping_steps(plan: Plan, checkpoint: Unit[int]) -> list[int]:
+    """Return the steps after which the training was stopped: of the checkpoints in the store."""
+    names = [folder.name.split(".") for folder in plan.locate().store.glob(f"{CHECKPOINT}.*.*")]
+    steps = [int(name[1]) for name in names if name[1].isdecimal()]
+    return [step for step in steps if (plan.locate().store / _at_step(checkpoint, step).stored_name).is_dir()]
 
 
 def _describe_files(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
@@ -294,24 +305,30 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
             workdir.journal.append(journal.Start(unit=next_unit.name))
 
     def publish_checkpoint(step: int, folder: Path) -> None:
-        unit = by_step[step]
+        unit = by_step.get(step) or _at_step(checkpoints[0], step)  # after a signal, any step
         finished = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
         publish_unit(plan, workdir, reporter, unit, finished)
-        for old_unit in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT_CHECKPOINTS)]:
+        made = [each for each in checkpoints if each.work <= step]
+        for old_unit in made[:-KEPT_CHECKPOINTS]:
             publish.remove_tree(workdir.paths.store / old_unit.stored_name)
         begin_next(step)
 
     eval_rows = data[1] if len(data) > 1 else None
     partial = workdir.paths.partial
-    trainer = build_trainer(options, model, partial, data[0], eval_rows, publish_checkpoint, progress.report)
+    stop = StopFlag([options.output], "saving a checkpoint after this step", "checkpoint")
+    callbacks = publish_checkpoint, progress.report, lambda: bool(stop.number)
+    trainer = build_trainer(options, model, partial, data[0], eval_rows, *callbacks)
     progress.begin(0 if last is None else last.work)
     begin_next(progress.step)
     if last is not None:
         reporter.say(f"resuming from step {progress.step}")
     try:
-        trainer.train(resume_from_checkpoint=last and str(workdir.paths.store / last.stored_name))
+        with stop.handle_signals():
+            trainer.train(resume_from_checkpoint=last and str(workdir.paths.store / last.stored_name))
     finally:
         reporter.end()
+    if trainer.state.global_step < checkpoints[-1].work:
+        raise Interrupted(stop.number, [options.output])
 
 
 # --- files of the adapter -------------------------------------------------------------------------

@@ -94,13 +94,12 @@ def limit_new_tokens(context: int | None, inputs: Any, most: int) -> int:
 
     context  most tokens of prompt and answer together; None: unknown
 
-    Raises InputError if the context leaves none.
+    Raises UsageError if the context leaves none.
     """
     length = inputs["input_ids"].shape[1]
     if context is not None and length >= context:
-        raise InputError(
-            f"the prompt has {length} tokens, and the model's context is {context}, answer included", "shorten it"
-        )
+        problem = f"the prompt has {length} tokens, and the model's context is {context}, answer included"
+        raise UsageError(problem, "shorten it")
     return most if context is None else min(most, context - length)
 
 

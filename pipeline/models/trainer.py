@@ -179,6 +179,7 @@ def build_trainer(
     eval_rows: Rows | None,
     on_checkpoint: Callable[[int, Path], None],
     report_logs: Callable[[Any, Any], None],
+    is_stopping: Callable[[], bool],
 ) -> Any:
     """Return a transformers Trainer.
 
@@ -187,6 +188,7 @@ def build_trainer(
     eval_rows      sequences to evaluate; None for no evaluation
     on_checkpoint  is called with (step, directory) of each complete checkpoint
     report_logs    is called with (state, logs) for each loss
+    is_stopping    is called after each step: whether to make a checkpoint and end
     """
     import transformers
 
@@ -196,18 +198,22 @@ def build_trainer(
                 super()._save_checkpoint(*model_and_trial)
             on_checkpoint(self.state.global_step, folder / f"checkpoint-{self.state.global_step}")
 
-    class LogReporter(transformers.TrainerCallback):
+    class Callbacks(transformers.TrainerCallback):
         def report(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             report_logs(state, logs)
 
-        on_log = report
+        def end_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if is_stopping():
+                control.should_save = control.should_training_stop = True
+
+        on_log, on_step_end = report, end_step
 
     trainer = Trainer(
         model=model,
         args=make_trainer_arguments(options, folder, eval_rows is not None),
         train_dataset=rows,
         eval_dataset=eval_rows,
-        callbacks=[LogReporter()],
+        callbacks=[Callbacks()],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

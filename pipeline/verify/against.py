@@ -17,7 +17,14 @@ from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
-from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems, LinearError, ProjectionErrors
+from ktconvert.pipeline.verify.checks import (
+    CHUNK_BYTES,
+    CONVERT_AGAIN,
+    Check,
+    CheckItems,
+    LinearError,
+    ProjectionErrors,
+)
 from ktconvert.pipeline.verify.expert_checks import (
     Comparison,
     ExpertFindings,
@@ -27,6 +34,7 @@ from ktconvert.pipeline.verify.expert_checks import (
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
+SOURCE_REMEDY = f"give the source that it was made from, or {CONVERT_AGAIN}"
 # Cosine between weights that have nothing in common is near 0; between weights and their codes in 4 bits, it is 0.99.
 UNRELATED_COSINE = 0.5
 
@@ -89,7 +97,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         codes = "" if compared.calibrated else ", and up has the same codes as without --equalize"
         summary += f"; {total.equalized} experts are equalized{codes}"
     summary += f"; {len(compared.non_experts)} non-expert tensors equal" if compared.non_experts else ""
-    return Check("source", summary, problems, notes), errors
+    return Check("source", summary, problems, notes, SOURCE_REMEDY), errors
 
 
 def _explain_different_model(
@@ -194,7 +202,7 @@ def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
     problems = compare_non_experts(inputs, tensors, check_items)
     count = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
     result = f"{count} weights decoded again, same bytes; {len(tensors) - count} other tensors equal"
-    return Check("source", result, problems)
+    return Check("source", result, problems, remedy=SOURCE_REMEDY)
 
 
 def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], check_items: CheckItems) -> list[str]:

@@ -76,7 +76,10 @@ def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
 
     Raises InputError for any other tensor.
     """
-    entries = {entry.name: entry for entry in read_header(path).entries}
+    try:
+        entries = {entry.name: entry for entry in read_header(path).entries}
+    except InputError as error:
+        raise error.with_remedy(form) if error.remedy == REMEDY else error from None
     entry = entries.get(name)
     if entry is None:
         raise InputError(f"{path}: contains {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {form}")

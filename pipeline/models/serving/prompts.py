@@ -197,7 +197,7 @@ class Prompts:
     def _check_settings(self, variables: Collection[str], tools: Any, settings: Mapping[str, Any]) -> None:
         """Raise RequestError for arguments that the template does not use."""
         if tools and "tools" not in variables:
-            raise RequestError(400, "tools: the model's chat template does not support tools", "tools")
+            raise RequestError(400, "tools: the model's chat template does not support tools; leave them out", "tools")
         reserved = {"messages", *inspect.signature(type(self.tokenizer).apply_chat_template).parameters}
         for name, value in settings.items():
             param = f"chat_template_kwargs.{name}"
