@@ -6,7 +6,7 @@
 #define TARGET KT_TARGET_AVX512VNNI
 #define KERNEL_OF(family) kt_##family##_avx512vnni
 
-enum { BLOCK = 12, FEW_BLOCK = 6, FEW_SCALES_AHEAD = 2, FEW_FETCHED = 4 };
+enum { BLOCK = 12, FEW_BLOCK = 6, FEW_SCALES_AHEAD = 1, FEW_FETCHED = 4 };
 #define FEW_AHEAD(bits) 3584
 #define FEW_UNITS {128, 128, 32}
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
