@@ -2,7 +2,8 @@
  *
  * - many tokens: codes become chunks of int16, for the loops of gemm_bf16_steps.h
  * - few tokens: codes are decoded in registers (gemm_int16_few.c). Codes of 4 to 6 bits become bytes, activations two
- *   bytes each, 128 * h + l: instructions that multiply bytes add up the products with h and those with l
+ *   bytes each, 128 * h + l: instructions that multiply bytes add up the products with h and those with l. Or both
+ *   become int16, where that is faster
  * - activations of 8 bits: as for few tokens, with one byte each */
 #ifndef KT_GEMM_INT16_H
 #define KT_GEMM_INT16_H
@@ -25,8 +26,8 @@ typedef struct {
 } kt_int16_row;
 
 /* KT_SUM_COLUMNS activations of a token.
-     a      with codes of 8 bits: int16. With fewer: for each 8 columns, h of columns 0 4 1 5 and their l, then h of
-            columns 2 6 3 7 and their l; h is -128..127, l -63..64. Activations of 8 bits: without l
+     a      with codes of 8 bits, and if int16 is faster: int16. Otherwise: for each 8 columns, h of columns 0 4 1 5 and
+            their l, then h of columns 2 6 3 7 and their l; h is -128..127, l -63..64. Activations of 8 bits: without l
      start  -offset * (sum of the activations), where the sum of products begins; with factors: of the first and of the
             last 16 columns
      unit   their unit
@@ -42,10 +43,10 @@ typedef void kt_int16_convert_fn(const kt_bf16_panel *panel, const uint16_t *a, 
                                  kt_int16_columns *out);
 
 /* Adds to c[token * 32 + row] the scaled products of some columns of a panel with the activations of some tokens, which
-   are `pitch` structs apart. scale: [columns / KT_SUM_COLUMNS][32]; Q4_K and Q5_K: not read, `scales` is. */
+   are `pitch` structs apart. scale: [columns / KT_SUM_COLUMNS][32]; Q4_K, Q5_K and Q6_K: not read, `scales` is. */
 typedef struct {
-    int64_t tokens, first, columns; /* Q4_K and Q5_K: first and columns are multiples of KTQ_K_COLUMNS */
-    const uint8_t *codes, *scales; /* codes: of column `first`; scales: of the panel */
+    int64_t tokens, columns;       /* columns of Q4_K, Q5_K and Q6_K: a multiple of KTQ_K_COLUMNS */
+    const uint8_t *codes, *scales; /* of the first column */
     const uint8_t *values;         /* as in kt_integers */
     const float *scale;
     const kt_int16_columns *a;
@@ -55,7 +56,7 @@ typedef struct {
 typedef void kt_int16_block_fn(const kt_int16_block *work);
 
 typedef struct {
-    int64_t tokens[2];       /* most tokens of a block: of codes without and with factors */
+    int64_t tokens;          /* most tokens of a block */
     int64_t unit_columns[3]; /* columns of a panel that are read at a time, of codes of up to 5, of 6 and of 8 bits */
     kt_int16_convert_fn *convert;
     /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */
@@ -65,17 +66,6 @@ typedef struct {
 
 /* Runs a job whose panels have the same integers. */
 void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few);
-
-/* Of a panel with factors: those of KT_SUM_COLUMNS columns, [2][32], from the address of its scales. */
-static inline const int8_t *kt_factors_at(const uint8_t *scales, int64_t column) {
-    scales += column / KTQ_K_COLUMNS * KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS + 2 * KT_PANEL_ROWS;
-    return (const int8_t *)scales + column % KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS;
-}
-
-/* The scales of Q4_K and Q5_K of the KTQ_K_COLUMNS columns from a multiple of as many on. */
-static inline const uint8_t *kt_k_scales_at(const uint8_t *scales, int64_t column) {
-    return scales + column / KTQ_K_COLUMNS * (KTQ_K_SCALE_BYTES * KT_PANEL_ROWS);
-}
 
 /* Whether a job rounds activations to 8 bits. Its panels have the same codes. */
 static inline int kt_has_int8(const kt_bf16_gemm *job) {

@@ -13,6 +13,7 @@ enum { BLOCK = 6, FEW_BLOCK = 3, FEW_SCALES_AHEAD = 3, FEW_FETCHED = 1 };
 #define FEW_BLOCKS(X) X(1) X(2) X(3)
 #define FEW(bits) ((bits) < 6 ? 8 : (bits) == 6 ? 4 : 6)
 #define PART_LINES(bits) 4
+#define WIDE(tokens) 0
 
 TARGET static inline ints add_products(ints sum, ints weights, ints a) {
     sum = add_epi32(sum, madd_epi16(weights, a));
@@ -24,12 +25,8 @@ TARGET static inline ints add_quads(ints part, ints weights, ints a) {
     return KT_DPBUSD256(part, weights, a);
 }
 
-TARGET static inline ints widen(ints part) {
-    return part;
-}
-
-TARGET static inline ints join(ints high, ints low) {
-    return add_epi32(slli_epi32(high, 7), low);
+TARGET static inline ints add_widened(ints sum, ints part, int h) {
+    return add_epi32(sum, h ? slli_epi32(part, 7) : part);
 }
 
 #include "gemm_int16_template.h"

@@ -25,11 +25,21 @@ static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few 
     return few->unit_columns[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
 }
 
+/* Whether blocks read the scales: those of Q4_K, Q5_K and Q6_K. */
+static int blocks_read_scales(const kt_bf16_panel *panel) {
+    return panel->least || panel->integers->has_factors;
+}
+
+/* The scales of the columns from `first` on. */
+static const uint8_t *get_scales(const kt_bf16_panel *panel, int64_t first) {
+    return panel->scales + first / KT_SUM_COLUMNS * panel->scale_bytes;
+}
+
 /* Prefetches the scales of columns first .. of panel s, if there is one. */
 static void fetch_scales(const kt_bf16_gemm *job, int64_t s, int64_t first, int64_t columns) {
     if (s >= job->panels) return;
     const kt_bf16_panel *panel = &job->panel[s];
-    const uint8_t *scales = panel->scales + first / KT_SUM_COLUMNS * panel->scale_bytes;
+    const uint8_t *scales = get_scales(panel, first);
     const int64_t bytes = columns / KT_SUM_COLUMNS * panel->scale_bytes;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
@@ -50,15 +60,14 @@ static kt_int16_block_fn *const *choose_blocks(const kt_bf16_panel *panel, const
 static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t s, int64_t first,
                           kt_int16_block work) {
     const kt_bf16_panel *panel = &job->panel[s];
-    const int64_t most = few->tokens[panel->integers->has_factors], blocks = (job->m + most - 1) / most;
+    const int64_t blocks = (job->m + few->tokens - 1) / few->tokens;
     const kt_int16_columns *a = work.a;
-    if (!panel->least) { /* else blocks read scales */
+    if (!blocks_read_scales(panel)) {
         fetch_scales(job, s + 2, first, work.columns);
         panel->scale(job->kernels, panel, first, work.columns, scratch->scale);
     }
     work.codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
-    work.first = first;
-    work.scales = panel->scales;
+    work.scales = get_scales(panel, first);
     work.values = panel->integers->values;
     work.scale = scratch->scale;
     for (int64_t b = 0; b < blocks; b++) {
@@ -84,7 +93,7 @@ static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, s
                              int64_t columns) {
     kt_int16_block work = {.pitch = columns / KT_SUM_COLUMNS};
     const int64_t unit = find_unit_columns(job->panel, few);
-    for (int64_t s = 0; !job->panel->least && s < 2; s++) fetch_scales(job, s, first, columns);
+    for (int64_t s = 0; !blocks_read_scales(job->panel) && s < 2; s++) fetch_scales(job, s, first, columns);
     convert(job, few, first, columns, scratch->a);
     for (int64_t pair = 0; pair < job->panels; pair += 2) {
         const int64_t end = minimum(pair + 2, job->panels);

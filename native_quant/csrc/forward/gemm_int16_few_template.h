@@ -1,16 +1,16 @@
 /* Products of integers with few tokens (gemm_int16.h): vectors of the codes of LANES rows, decoded in registers. A file
  * that includes this after gemm_int16_template.h must define
  *
- *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with two sums for each row; X(1) .. X(FEW_BLOCK)
+ *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with activations of 14 bits; X(1) .. X(FEW_BLOCK)
  *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched
  *     FEW_SCALES_AHEAD            blocks of KTQ_K_COLUMNS columns between scales that are read and those prefetched
  *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched
  *     FEW_UNITS                   columns of a unit with codes of up to 5, of 6 and of 8 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
- *     widen(part)                 such a part as int32
- *     join(high, low)             128 * high + low of two such parts, as int32
- *     PART_LINES(bits)            lines of two quads whose products a part may hold */
+ *     add_widened(sum, part, h)   adds such a part to int32, times 128 if h is 1
+ *     PART_LINES(bits)            lines of two quads whose products a part may hold
+ *     WIDE(tokens)                whether activations of 14 bits are int16 with so many tokens, instead of two bytes */
 #include "upper_bits.h"
 
 #define INLINE __attribute__((always_inline)) TARGET static inline
@@ -42,10 +42,9 @@ INLINE ints broadcast(const uint8_t *four) {
 /* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits with activations of
    `planes` bytes. factors: signed bytes for each 16 columns and row, with 6 bits. */
 INLINE void multiply_quads(int planes, int bits, int kind, ints values, int tokens, const uint8_t *const *half,
-                           const int8_t *const *factors, const kt_int16_columns *a, int64_t pitch,
+                           const int8_t *factors, const kt_int16_columns *a, int64_t pitch,
                            ints (*sum)[TOGETHER]) {
     const int lines = bits == 6 ? 2 : 4, most = PART_LINES(kind == VALUES ? 5 : bits); /* values: at most 31 */
-    const int step = most < lines ? most : lines;
     ints part[BLOCK][TOGETHER][2], group[BLOCK][TOGETHER];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
@@ -58,52 +57,69 @@ INLINE void multiply_quads(int planes, int bits, int kind, ints values, int toke
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
                 for (int plane = 0; plane < planes; plane++) {
+                    const int step = most << plane < lines ? most << plane : lines; /* l is at most half of h */
                     const ints four = broadcast(a[t * pitch].a + ((v * 2 + high) * planes + plane) * 4);
 #pragma GCC unroll 2
                     for (int x = 0; x < TOGETHER; x++) {
                         ints before = v % step || high ? part[t][x][plane] : setzero_si();
                         part[t][x][plane] = add_quads(before, quads[x], four);
+                        if ((v + 1) % step || !high) continue;
+                        const int first = v / step * step % lines == 0 && plane == 0;
+                        before = first ? set1_epi32(a[t * pitch].start[v / lines]) : group[t][x];
+                        group[t][x] = add_widened(before, part[t][x][plane], plane + 1 < planes);
                     }
                 }
         }
-        if ((v + 1) % step) continue;
+        if ((v + 1) % lines) continue;
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
             for (int x = 0; x < TOGETHER; x++) {
-                ints before = v / step * step % lines ? group[t][x] : set1_epi32(a[t * pitch].start[v / lines]);
-                const ints *of_planes = part[t][x];
-                group[t][x] = add_epi32(before, planes == 1 ? widen(of_planes[0]) : join(of_planes[0], of_planes[1]));
-                if ((v + 1) % lines) continue;
                 ints products = group[t][x];
-                if (bits == 6) {
-                    const int8_t *of_columns = factors[x] + v / lines * KT_PANEL_ROWS;
-                    products = mullo_epi32(products, load_epi8_epi32(of_columns));
-                }
+                if (bits == 6)
+                    products = mullo_epi32(products, load_epi8_epi32(factors + v / lines * KT_PANEL_ROWS + x * LANES));
                 sum[t][x] = v < lines ? products : add_epi32(sum[t][x], products);
             }
     }
 }
 
-/* The same of codes of 8 bits. */
-INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int16_columns *a, int64_t pitch,
-                           ints (*sum)[TOGETHER]) {
-#pragma GCC unroll 6
-    for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 2
-        for (int x = 0; x < TOGETHER; x++) sum[t][x] = setzero_si();
-#pragma GCC unroll 4
-    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++) {
+/* Codes of columns 2 * pair and 2 * pair + 1 as int16. */
+INLINE ints get_pairs(int bits, int kind, ints values, const uint8_t *half, int pair) {
+    if (bits == 8) return load_epi8_epi16(half + pair * 2 * KT_HALF_ROWS);
+    const ints quads = get_quads(bits, kind, values, pair % 2, half, pair / 4);
+    return pair & 2 ? srli_epi16(quads, 8) : and_si(quads, set1_epi16(255));
+}
+
+/* The same with activations of int16. */
+INLINE void multiply_pairs(int bits, int kind, ints values, int tokens, const uint8_t *const *half,
+                           const int8_t *factors, const kt_int16_columns *a, int64_t pitch, ints (*sum)[TOGETHER]) {
+    const int pairs = bits == 6 ? KT_SUM_COLUMNS / 4 : KT_SUM_COLUMNS / 2;
+    ints group[BLOCK][TOGETHER];
+#pragma GCC unroll 16
+    for (int i = 0; i < KT_SUM_COLUMNS / 2; i++) {
+        const int pair = i - i % 4 + i % 2 * 2 + i / 2 % 2; /* those of the same quads one after the other */
         ints codes[TOGETHER];
 #pragma GCC unroll 2
-        for (int x = 0; x < TOGETHER; x++)
-            codes[x] = load_epi8_epi16(half[x] + pair * 2 * KT_HALF_ROWS);
-#pragma GCC unroll 6
+        for (int x = 0; x < TOGETHER; x++) codes[x] = get_pairs(bits, kind, values, half[x], pair);
+#pragma GCC unroll 12
         for (int t = 0; t < tokens; t++) {
             const ints two = broadcast(a[t * pitch].a + pair * 4);
 #pragma GCC unroll 2
-            for (int x = 0; x < TOGETHER; x++) sum[t][x] = add_products(sum[t][x], codes[x], two);
+            for (int x = 0; x < TOGETHER; x++) {
+                ints before = i % pairs ? group[t][x] : set1_epi32(a[t * pitch].start[i / pairs]);
+                group[t][x] = add_products(before, codes[x], two);
+            }
         }
+        if ((i + 1) % pairs) continue;
+#pragma GCC unroll 12
+        for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+            for (int x = 0; x < TOGETHER; x++) {
+                ints products = group[t][x];
+                if (bits == 6)
+                    products = mullo_epi32(products, load_epi8_epi32(factors + i / pairs * KT_PANEL_ROWS + x * LANES));
+                sum[t][x] = i < pairs ? products : add_epi32(sum[t][x], products);
+            }
     }
 }
 
@@ -114,9 +130,9 @@ INLINE int fetches(int planes, int bits, int kind, int tokens) {
     return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED;
 }
 
-/* Whether codes have the scales and least values of Q4_K and Q5_K, which are decoded in registers. */
+/* Whether codes have the scales of Q4_K, Q5_K or Q6_K, which are decoded in registers. */
 INLINE int has_k_scales(int bits, int kind) {
-    return bits == 5 || (bits == 4 && kind == UNSIGNED);
+    return bits == 5 || bits == 6 || (bits == 4 && kind == UNSIGNED);
 }
 
 /* The scales of LANES rows of Q4_K and Q5_K, times bytes. */
@@ -140,31 +156,28 @@ INLINE void subtract_least(int tokens, const uint8_t *scales, int row, const kt_
     }
 }
 
-/* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of rows, from column j of the work on. */
+/* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of rows, from column j of the work on. factors: of
+   these columns and rows. */
 INLINE void multiply_codes(int planes, int bits, int kind, ints values, int tokens, const kt_int16_block *work,
-                           int64_t j, int row, ints (*sum)[TOGETHER]) {
+                           int64_t j, int row, const int8_t *factors, ints (*sum)[TOGETHER]) {
     const int64_t half_bytes = 64 * bits, line_bytes = bits == 8 ? 32 : 64; /* a line: of the rows of a half */
     const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + row / KT_HALF_ROWS * half_bytes;
     const uint8_t *half[TOGETHER];
-    const int8_t *factors[TOGETHER];
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
     for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)
         fetch_to_l2(codes + FEW_AHEAD(bits) + i * 64);
-    for (int x = 0; x < TOGETHER; x++) {
+    for (int x = 0; x < TOGETHER; x++)
         half[x] = codes + (row + x * LANES) % KT_HALF_ROWS * line_bytes / KT_HALF_ROWS +
                   (PASSES == 1 ? x * half_bytes : 0);
-        factors[x] = bits == 6 ? kt_factors_at(work->scales, work->first + j) + row + x * LANES : NULL;
-    }
-    if (bits == 8) multiply_pairs(tokens, half, a, work->pitch, sum);
+    if (bits == 8 || (planes == 2 && WIDE(tokens)))
+        multiply_pairs(bits, kind, values, tokens, half, factors, a, work->pitch, sum);
     else multiply_quads(planes, bits, kind, values, tokens, half, factors, a, work->pitch, sum);
 }
 
-/* Adds the products of these columns, times scales and units, to work->c. */
-INLINE void add_columns(int planes, int bits, int kind, ints values, int tokens, const kt_int16_block *work, int64_t j,
-                        int row, const floats *scale) {
+/* Adds these sums, times scales and units, to work->c. */
+INLINE void add_scaled(int tokens, const kt_int16_block *work, int64_t j, int row, const floats *scale,
+                       ints (*sum)[TOGETHER]) {
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-    ints sum[BLOCK][TOGETHER];
-    multiply_codes(planes, bits, kind, values, tokens, work, j, row, sum);
 #pragma GCC unroll 12
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
@@ -175,24 +188,32 @@ INLINE void add_columns(int planes, int bits, int kind, ints values, int tokens,
         }
 }
 
-/* Multiplies KTQ_K_COLUMNS columns of Q4_K or Q5_K, from column `first` of the work on. */
+/* Multiplies KTQ_K_COLUMNS columns of Q4_K, Q5_K or Q6_K, from column `first` of the work on. */
 INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const kt_int16_block *work, int64_t first) {
-    const int block_bytes = KTQ_K_SCALE_BYTES * KT_PANEL_ROWS;
-    const uint8_t *scales = kt_k_scales_at(work->scales, work->first + first);
+    const int block_bytes = (bits == 6 ? KTQ_Q6_K_SCALE_BYTES : KTQ_K_SCALE_BYTES) * KT_PANEL_ROWS;
+    const uint8_t *scales = work->scales + first / KTQ_K_COLUMNS * block_bytes;
     floats scale[KT_PANEL_ROWS / LANES];
     for (int i = 0; i < block_bytes; i += 64) fetch_to_l2(scales + FEW_SCALES_AHEAD * block_bytes + i);
 #pragma GCC unroll 4
     for (int row = 0; row < KT_PANEL_ROWS; row += LANES) {
         scale[row / LANES] = load_ph_ps(scales + 2 * row);
-        subtract_least(tokens, scales, row, work->a + first / KT_SUM_COLUMNS, work->pitch, work->c + row);
+        if (bits < 6)
+            subtract_least(tokens, scales, row, work->a + first / KT_SUM_COLUMNS, work->pitch, work->c + row);
     }
     for (int g = 0; g < KT_K_GROUPS; g++)
         for (int row = 0; row < KT_PANEL_ROWS; row += TOGETHER * LANES) {
-            floats of_rows[TOGETHER];
+            const int64_t j = first + g * KT_SUM_COLUMNS;
+            const uint8_t *bytes = scales + (4 + g) * KT_PANEL_ROWS + row;
+            const int8_t *factors = (const int8_t *)scales + (2 + 2 * g) * KT_PANEL_ROWS + row; /* of Q6_K */
+            floats *of_rows = scale + row / LANES, product[TOGETHER];
+            ints sum[BLOCK][TOGETHER];
+            multiply_codes(planes, bits, kind, setzero_si(), tokens, work, j, row, factors, sum);
+            if (bits < 6) {
 #pragma GCC unroll 2
-            for (int x = 0; x < TOGETHER; x++)
-                of_rows[x] = times_bytes(scale[row / LANES + x], scales + (4 + g) * KT_PANEL_ROWS + row + x * LANES);
-            add_columns(planes, bits, kind, setzero_si(), tokens, work, first + g * KT_SUM_COLUMNS, row, of_rows);
+                for (int x = 0; x < TOGETHER; x++) product[x] = times_bytes(of_rows[x], bytes + x * LANES);
+                of_rows = product;
+            }
+            add_scaled(tokens, work, j, row, of_rows, sum);
         }
 }
 
@@ -205,8 +226,9 @@ INLINE void few_block(int planes, int bits, int kind, int tokens, const kt_int16
         for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS)
             for (int row = 0; row < KT_PANEL_ROWS; row += TOGETHER * LANES) {
                 const float *scale = work->scale + j + row; /* as many scales as columns: 32 for 32 */
-                add_columns(planes, bits, kind, values, tokens, work, j, row,
-                            (const floats[TOGETHER]){load_ps(scale), load_ps(scale + LANES)});
+                ints sum[BLOCK][TOGETHER];
+                multiply_codes(planes, bits, kind, values, tokens, work, j, row, NULL, sum);
+                add_scaled(tokens, work, j, row, (const floats[TOGETHER]){load_ps(scale), load_ps(scale + LANES)}, sum);
             }
 }
 
@@ -252,7 +274,7 @@ DEFINE_LARGER_BLOCKS(int8_signed_4)
 DEFINE_LARGER_BLOCKS(int8_unsigned_4)
 DEFINE_LARGER_BLOCKS(int8_values_4)
 DEFINE_LARGER_BLOCKS(int8_bits_5)
-DEFINE_BLOCKS(int8_bits_6)
+DEFINE_LARGER_BLOCKS(int8_bits_6)
 
 /* The bytes of kt_int16_columns. */
 INLINE ints split(ints x) {
@@ -274,18 +296,28 @@ INLINE void begin_sums(const kt_bf16_panel *panel, const int32_t *sum, int32_t *
     start[1] = -panel->integers->offset * sum[1];
 }
 
-TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
+/* wide: activations become int16 for codes of any bits. */
+INLINE void convert_columns(int wide, const kt_bf16_panel *panel, const uint16_t *a, int64_t columns,
+                            kt_int16_columns *out) {
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, a += KT_SUM_COLUMNS, out++) {
         out->unit = find_unit(a);
         const floats reciprocal = set1_ps(kt_int16_reciprocal(out->unit));
         int32_t sum[2] = {0, 0};
         for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
             const ints x = to_int16(a + i, reciprocal);
-            storeu_si(out->a + 2 * i, panel->bits == 8 ? x : split(x));
+            storeu_si(out->a + 2 * i, wide || panel->bits == 8 ? x : split(x));
             add_up(panel, i, x, sum);
         }
         begin_sums(panel, sum, out->start);
     }
+}
+
+TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
+    convert_columns(0, panel, a, columns, out);
+}
+
+TARGET static void convert_wide(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
+    convert_columns(1, panel, a, columns, out);
 }
 
 /* The same with activations of 8 bits. */
@@ -307,15 +339,17 @@ TARGET static void convert_int8(const kt_bf16_panel *panel, const uint16_t *a, i
 }
 
 static const kt_int16_few few = {
-    {FEW_BLOCK, FEW_BLOCK}, FEW_UNITS, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
+    FEW_BLOCK, FEW_UNITS, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
+};
+static const kt_int16_few wide = {
+    FEW_BLOCK, FEW_UNITS, convert_wide, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
 };
 static const kt_int16_few int8 = {
-    {BLOCK, FEW_BLOCK}, FEW_UNITS, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5,
-    int8_bits_6, NULL,
+    BLOCK, FEW_UNITS, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5, int8_bits_6, NULL,
 };
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
     if (kt_has_int8(job)) kt_multiply_few_integers(job, &int8);
-    else if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);
-    else kt_gemm_bf16_in_steps(job, &steps);
+    else if (job->m > FEW(job->panel->bits)) kt_gemm_bf16_in_steps(job, &steps);
+    else kt_multiply_few_integers(job, WIDE(job->m) ? &wide : &few);
 }

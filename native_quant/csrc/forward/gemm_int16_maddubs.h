@@ -1,7 +1,9 @@
 /* The products of gemm_int16_template.h and gemm_int16_few_template.h without VNNI: vpmaddubsw adds two products of
  * bytes to an int16. A byte of an activation is -128 to 127, so that int16 holds the sums of 8 quads of codes up to 15,
- * 4 up to 31 or 2 up to 63. */
+ * 4 up to 31 or 2 up to 63. To widen these sums takes as long for each token as to multiply it, and to widen codes
+ * takes as long for any number of tokens. */
 #define PART_LINES(bits) (4 >> ((bits)-4))
+#define WIDE(tokens) ((tokens) >= 3)
 
 TARGET static inline ints add_products(ints sum, ints weights, ints a) {
     sum = add_epi32(sum, madd_epi16(weights, a));
@@ -15,10 +17,8 @@ TARGET static inline ints add_quads(ints part, ints weights, ints a) {
     return part;
 }
 
-TARGET static inline ints widen(ints part) {
-    return madd_epi16(part, set1_epi16(1));
-}
-
-TARGET static inline ints join(ints high, ints low) {
-    return add_epi32(madd_epi16(high, set1_epi16(128)), widen(low));
+TARGET static inline ints add_widened(ints sum, ints part, int h) {
+    sum = add_epi32(sum, madd_epi16(part, set1_epi16(h ? 128 : 1)));
+    KEEP_IN_REGISTER(sum);
+    return sum;
 }
