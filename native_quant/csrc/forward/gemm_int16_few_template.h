@@ -10,8 +10,8 @@
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
  *     add_widened(sum, part, h)   adds such a part to int32, times 128 if h is 1
  *     PART_LINES(bits)            lines of two quads whose products a part may hold
- *     WIDE(tokens)                whether activations of 14 bits are int16 with so many tokens, instead of two bytes; the
- *                                 same for all tokens of a job and for those of each of its blocks */
+ *     WIDE(tokens)                whether activations of 14 bits are int16 with so many tokens, instead of two bytes:
+ *                                 the same for all tokens of a job and for those of each of its blocks */
 #include "upper_bits.h"
 
 #define INLINE __attribute__((always_inline)) TARGET static inline
