@@ -89,7 +89,9 @@ def test_second_signal_stops_at_once(five_layers, tmp_path, number, code):
         process.send_signal(number)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
-    assert f"stopped at once; run `ktconvert resume {output}` to continue from the last finished layer." in stderr
+    assert (
+        f"stopped at once; run `ktconvert resume {output}` to continue with the units that are not finished." in stderr
+    )
     result = conversion.ktconvert("resume", output)
     assert re.search(r"died in experts.layer-00\d", result.stderr)
     assert result.returncode == 0, result.stderr

@@ -266,7 +266,7 @@ def test_refusals_come_before_any_work(output, statistics, tmp_path):
     assert "does not exist; create it first" in refusal_message(
         OutputError, output, "--report", tmp_path / "none" / "r.html"
     )
-    assert "not writable" in refusal_message(OutputError, output, "--report", tmp_path / "folder.html")
+    assert "is a directory" in refusal_message(OutputError, output, "--report", tmp_path / "folder.html")
     assert "--statistics without --report" in refusal_message(UsageError, output, "--statistics", statistics)
     with_page = (output, "--report", page, "--statistics")
     assert "none: does not exist" in refusal_message(InputError, *with_page, tmp_path / "none")

@@ -210,12 +210,16 @@ def test_unsupported_adapters_and_uses_are_rejected(example, trained, ids, tmp_p
     other = shutil.copytree(folder, tmp_path / "other")
     config = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
-    with pytest.raises(InputError, match=r"of (this model|the adapter) is .*; load it into the model with which it was trained"):
+    with pytest.raises(
+        InputError, match=r"of (this model|the adapter) is .*; load it into the model with which it was trained"
+    ):
         PeftModel.from_pretrained(model(example), other)
     (other / "adapter_config.json").write_text(json.dumps(config))
     stored = load_file(other / "adapter_model.safetensors")
     save_file({n: t for n, t in stored.items() if ".experts.7." not in n}, other / "adapter_model.safetensors")
-    with pytest.raises(InputError, match=r"of (this model|the adapter) is .*; load it into the model with which it was trained"):
+    with pytest.raises(
+        InputError, match=r"of (this model|the adapter) is .*; load it into the model with which it was trained"
+    ):
         PeftModel.from_pretrained(model(example), other)
     with pytest.raises(UnsupportedError, match=r"its rank_pattern differs between the experts of model\.layers\.0"):
         adapted(model(example), rank_pattern={r"experts\.3\.gate_proj": 2})

@@ -322,9 +322,9 @@ def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Seq
     remedy = "if they are gate, up and down matrices, describe them with --arch-file"
     if not candidates:
         key = recorded_count[0] if recorded_count else ""
-        return UnsupportedError(
-            f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs", remedy
-        )
+        without = "a model from `ktconvert fetch` has none: give them as --cpu-weights, or give the model itself"
+        problem = f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs"
+        return UnsupportedError(problem, f"{without}; {remedy}")
     examples = list({NUMBER.sub("#", name): name for name in reversed(candidates)}.values())[::-1]
     examples_text = ", ".join(map(repr, examples[:MOST_NAMES])) + (" and others" if len(examples) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)

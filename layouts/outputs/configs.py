@@ -19,7 +19,7 @@ STORED_KEYS = (*CONFIG_KEYS, "expert_dtype")
 
 # transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
 # a weight file of this name, for any model, and prints the name.
-NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
+NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert before loading them"
 
 
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, is_whole_model: bool) -> bytes:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from ktconvert.layouts.errors import ArgumentError, StateError
@@ -332,7 +333,10 @@ def _require(is_right: bool, name: str, dtypes: set[torch.dtype], shape: Sequenc
     if not is_right:
         kind = "floating-point numbers" if dtypes is FLOATS else "integers"
         needed = f"{kind} [{', '.join(map(str, shape))}] on the CPU or a GPU"
-        raise ArgumentError(f"{name} must be a tensor of {needed}, not {describe(value)}")
+        given, remedy = describe(value), ""
+        if isinstance(value, np.ndarray):
+            given, remedy = f"a NumPy array {given}", f"; pass torch.from_numpy({name})"
+        raise ArgumentError(f"{name} must be a tensor of {needed}, not {given}{remedy}")
 
 
 def _match_input(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,9 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = (), *,
         raise UsageError(f"{option} {path}: give a file with the ending {' or '.join(endings)}.")
     if not real_path.parent.is_dir():
         raise OutputError(f"{option} {path}: directory {real_path.parent} does not exist; create it first.")
-    if real_path.is_dir() or not os.access(real_path.parent, os.W_OK):
+    if real_path.is_dir():
+        raise OutputError(f"{option} {path}: is a directory; give a file.")
+    if not os.access(real_path.parent, os.W_OK):
         raise OutputError(f"{option} {path}: not writable; choose a different path.")
     context = click.get_current_context()
     assert isinstance(context.command, Command)

@@ -78,17 +78,11 @@ class StopFlag:
     number  the first signal; 0 before it
     """
 
-    def __init__(
-        self, outputs: Sequence[Path], action: str = "finishing the layers in flight", unit: str = "finished layer"
-    ) -> None:
-        """Prepare the messages.
-
-        action  what happens after the first signal
-        unit    what remains after the second one
-        """
+    def __init__(self, outputs: Sequence[Path], action: str = "finishing the layers in flight") -> None:
+        """Prepare the messages; `action` says what happens after the first signal."""
         self.number = 0
         self._first_message = f"\n{action}; a second Ctrl-C or SIGTERM stops at once\n".encode()
-        text = f"stopped at once; {_resume_remedy(outputs)} from the last {unit}"
+        text = f"stopped at once; {_resume_remedy(outputs)} with the units that are not finished"
         self._second_message = f"\nktconvert: {shorten_paths(escape(text))}.\n".encode(errors="backslashreplace")
 
     def handle(self, number: int, _frame: FrameType | None) -> None:

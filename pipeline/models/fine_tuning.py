@@ -96,7 +96,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
     )
     first = Unit(CHECKPOINT, "1", bytes_out=0, work=1, params=params, in_output=False, **common)
     saved = {*range(options.save_steps, steps, options.save_steps), steps, *_find_stopping_steps(plan, first)}
-    checkpoints = tuple(_at_step(first, step) for step in sorted(saved))
+    checkpoints = tuple(_make_checkpoint(first, step) for step in sorted(saved))
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     training = f"train {plural(steps, 'step')}"
     return replace(
@@ -112,7 +112,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
     )
 
 
-def _at_step(checkpoint: Unit[int], step: int) -> Unit[int]:
+def _make_checkpoint(checkpoint: Unit[int], step: int) -> Unit[int]:
     """Return the checkpoint after a different number of steps of the same training."""
     return replace(checkpoint, key=str(step), work=step)
 
@@ -121,7 +121,7 @@ def _find_stopping_steps(plan: Plan, checkpoint: Unit[int]) -> list[int]:
     """Return the steps after which the training was stopped: of the checkpoints in the store."""
     names = [folder.name.split(".") for folder in plan.locate().store.glob(f"{CHECKPOINT}.*.*")]
     steps = [int(name[1]) for name in names if name[1].isdecimal()]
-    return [step for step in steps if (plan.locate().store / _at_step(checkpoint, step).stored_name).is_dir()]
+    return [step for step in steps if (plan.locate().store / _make_checkpoint(checkpoint, step).stored_name).is_dir()]
 
 
 def _describe_files(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
@@ -305,7 +305,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
             workdir.journal.append(journal.Start(unit=next_unit.name))
 
     def publish_checkpoint(step: int, folder: Path) -> None:
-        unit = by_step.get(step) or _at_step(checkpoints[0], step)  # after a signal, any step
+        unit = by_step.get(step) or _make_checkpoint(checkpoints[0], step)  # after a signal, any step
         finished = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
         publish_unit(plan, workdir, reporter, unit, finished)
         made = [each for each in checkpoints if each.work <= step]
@@ -315,7 +315,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
 
     eval_rows = data[1] if len(data) > 1 else None
     partial = workdir.paths.partial
-    stop = StopFlag([options.output], "saving a checkpoint after this step", "checkpoint")
+    stop = StopFlag([options.output], "saving a checkpoint after this step")
     callbacks = publish_checkpoint, progress.report, lambda: bool(stop.number)
     trainer = build_trainer(options, model, partial, data[0], eval_rows, *callbacks)
     progress.begin(0 if last is None else last.work)

@@ -56,7 +56,7 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 # in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
-MIN_COSINE = 0.5
+MIN_COSINE = 0.8
 COMPARED_ROWS = 16  # step between compared rows: all rows, in float32, would need more memory than a short prompt
 # Variable of glibc -> parameter and value of mallopt. By default, threads have arenas of their own, and released memory
 # stays there: up to 64 MB in each.

@@ -291,7 +291,9 @@ def load_pretrained(
         raise InputError(f"{_locate(model, CONFIG)}: {problem}; {COMPARE}")
     if missing := sorted(info["missing_keys"]):
         problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
-        raise InputError(f"{model}: {problem}; compare both with the release")
+        experts = "give converted experts as --cpu-weights (a model from `ktconvert fetch` has none), or "
+        remedy = (experts if ".experts." in missing[0] else "") + "compare both with the release"
+        raise InputError(problem, remedy, path=model)
     require_finite_logits(loaded_model, model)
     return loaded_model
 
