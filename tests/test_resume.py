@@ -165,7 +165,8 @@ def test_an_output_made_from_a_copy_of_the_source_is_finished(bench):
     copy = shutil.copytree(bench.source, bench.source.with_name("copy"))
     result = bench.run("cpu", "-i", copy, "-o", bench.output)
     compared = "made with these options, from files with the names, sizes and headers of this input"
-    assert result.returncode == 0 and result.stderr.endswith(f"is finished: nothing to do ({compared})\n")
+    remedy = f"`ktconvert verify {bench.output} --against MODEL` compares the weights"
+    assert result.returncode == 0 and result.stderr.endswith(f"is finished: nothing to do ({compared}; {remedy})\n")
 
 
 def test_a_finished_output_is_left_unchanged(bench):

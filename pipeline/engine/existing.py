@@ -218,9 +218,10 @@ def report_nothing_to_do(output: Path, reporter: Reporter, *, compared: bool = T
 
     compared  whether its manifest was compared with a plan
     """
-    found = " (made with these options, from files with the names, sizes and headers of this input)" if compared else ""
+    found = "made with these options, from files with the names, sizes and headers of this input"
+    remedy = f"`ktconvert verify {output} --against MODEL` compares the weights"
     reporter.event("finished", output=str(output), nothing_to_do=True)
-    reporter.say(f"{output} is finished: nothing to do{found}")
+    reporter.say(f"{output} is finished: nothing to do" + (f" ({found}; {remedy})" if compared else ""))
 
 
 def _require_no_clash(plan: Plan) -> None:
