@@ -286,7 +286,7 @@ def test_wrong_options_are_refused(case, source, tmp_path):
 
 
 def test_budget_below_the_smallest_choice_names_the_size_that_fits(source, tmp_path):
-    done = run_in_process(*options_for(source, tmp_path / "out", 1000))
+    done = run_in_process(*options_for(source, tmp_path / "out", "1KB"))
     least = output_bytes(recognize(open_checkpoint(source)), INT4, 1)
     assert isinstance(done.exception, ResourceError)
     (fits,) = re.findall(r"give --ram (\S+B) or more", str(done.exception))
