@@ -24,9 +24,10 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.native_quant.runtime.peft_targets import EXPERTS, list_stacked_parameters, separate_targets
 from ktconvert.native_quant.runtime.training import require_trainable
 
-# Names of tensors: of one expert in a file, of all experts of an unconverted model (PEFT's), of our parameters.
+# Remedies
 SAVE_AGAIN = "save the adapter again"
 OTHER_MODEL = "load it into the model with which it was trained"
+# Names of tensors: of one expert in a file, of all experts of an unconverted model (PEFT's), of our parameters.
 ONE_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
 ALL_EXPERTS = re.compile(r"(?P<at>.*\.experts)(?P<inner>\.base_layer)?\.(?P<side>lora_[AB])\.weight")
 FUSED = re.compile(r"(?P<at>.*\.experts)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.(?P<adapter>[^.]+)")

@@ -327,7 +327,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
             trainer.train(resume_from_checkpoint=last and str(workdir.paths.store / last.stored_name))
     finally:
         reporter.end()
-    if trainer.state.global_step < checkpoints[-1].work:
+    if stop.number and trainer.state.global_step < checkpoints[-1].work:
         raise Interrupted(stop.number, [options.output])
 
 

@@ -40,6 +40,19 @@ INLINE ints broadcast(const uint8_t *four) {
     return set1_epi32(word);
 }
 
+/* Adds to `sum`, or stores in it if `part` is 0, the sums of a part of the columns, with 6 bits times their factors. */
+INLINE void add_part(int bits, int tokens, int part, const int8_t *factors, ints (*products)[TOGETHER],
+                     ints (*sum)[TOGETHER]) {
+#pragma GCC unroll 12
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+        for (int x = 0; x < TOGETHER; x++) {
+            ints scaled = products[t][x];
+            if (bits == 6) scaled = mullo_epi32(scaled, load_epi8_epi32(factors + part * KT_PANEL_ROWS + x * LANES));
+            sum[t][x] = part ? add_epi32(sum[t][x], scaled) : scaled;
+        }
+}
+
 /* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits with activations of
    `planes` bytes. factors: signed bytes for each 16 columns and row, with 6 bits. */
 INLINE void multiply_quads(int planes, int bits, int kind, ints values, int tokens, const uint8_t *const *half,
@@ -71,16 +84,7 @@ INLINE void multiply_quads(int planes, int bits, int kind, ints values, int toke
                     }
                 }
         }
-        if ((v + 1) % lines) continue;
-#pragma GCC unroll 12
-        for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 2
-            for (int x = 0; x < TOGETHER; x++) {
-                ints products = group[t][x];
-                if (bits == 6)
-                    products = mullo_epi32(products, load_epi8_epi32(factors + v / lines * KT_PANEL_ROWS + x * LANES));
-                sum[t][x] = v < lines ? products : add_epi32(sum[t][x], products);
-            }
+        if ((v + 1) % lines == 0) add_part(bits, tokens, v / lines, factors, group, sum);
     }
 }
 
@@ -111,16 +115,7 @@ INLINE void multiply_pairs(int bits, int kind, ints values, int tokens, const ui
                 group[t][x] = add_products(before, codes[x], two);
             }
         }
-        if ((i + 1) % pairs) continue;
-#pragma GCC unroll 12
-        for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 2
-            for (int x = 0; x < TOGETHER; x++) {
-                ints products = group[t][x];
-                if (bits == 6)
-                    products = mullo_epi32(products, load_epi8_epi32(factors + i / pairs * KT_PANEL_ROWS + x * LANES));
-                sum[t][x] = i < pairs ? products : add_epi32(sum[t][x], products);
-            }
+        if ((i + 1) % pairs == 0) add_part(bits, tokens, i / pairs, factors, group, sum);
     }
 }
 

@@ -95,11 +95,7 @@ class WithProviderFields(Strict):
 class TextPart(WithProviderFields):
     """A text part of a message's content."""
 
-    type: Annotated[
-        Any,
-        allow_only(*TEXT_TYPES, reason="only parts of text can be read"),
-        AfterValidator(lambda kind: kind or "text"),
-    ]
+    type: Annotated[Any, AfterValidator(lambda kind: kind or "text")]  # checked by as_parts
     text: str
     annotations: Ignored = None
     logprobs: Ignored = None
