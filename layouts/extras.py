@@ -124,10 +124,8 @@ def _requirement(extra: str, origin: dict[str, Any]) -> str:
 
 def _read_origin() -> dict[str, Any]:
     """Return what pip recorded about the origin; a source tree on PYTHONPATH has no record."""
-    from importlib.metadata import PackageNotFoundError, distribution  # takes 50 ms, and only errors need it
+    from importlib.metadata import distributions  # takes 50 ms, and only errors need it
 
-    try:
-        text = distribution(PACKAGE).read_text("direct_url.json")
-    except PackageNotFoundError:
-        text = None
-    return dict(json.loads(text)) if text else {}
+    # A build leaves a second description, without the record, in the source tree.
+    records = (found.read_text("direct_url.json") for found in distributions(name=PACKAGE))
+    return dict(json.loads(next(filter(None, records), "{}")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -47,6 +48,18 @@ def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch:
     assert shlex.split(extras.install_command("run")) == ["pip", "install", *requirement]
     if " @ " in requirement[0]:
         assert Requirement(requirement[0]).extras == {"run"}
+
+
+def test_the_origin_is_found_behind_the_description_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """setup.py leaves ktconvert.egg-info in the source tree, where `python -m ktconvert` looks first."""
+    for name in ("tree/ktconvert.egg-info/PKG-INFO", "site/ktconvert-0.1.0.dist-info/METADATA"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("Metadata-Version: 2.1\nName: ktconvert\nVersion: 0.1.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "tree"), str(tmp_path / "site")])
+    assert extras._read_origin() == {}
+    origin = ORIGINS["an editable directory"][0]
+    (tmp_path / "site" / "ktconvert-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
+    assert extras._read_origin() == origin
 
 
 def test_an_environment_without_pip_gets_the_command_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
