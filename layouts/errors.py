@@ -52,6 +52,15 @@ class KTConvertError(Exception):
         other.path = path
         return other
 
+    def with_addition(self, text: str) -> Self:
+        """Return a copy of this error with a text at the end of its sentence."""
+        other = copy.copy(self)
+        if self.remedy:
+            other.remedy = self.remedy.removesuffix(".") + text
+        else:
+            other.problem = self.problem.removesuffix(".") + text
+        return other
+
     def with_remedy(self, remedy: str) -> Self:
         """Return a copy of this error with a different remedy."""
         other = copy.copy(self)

@@ -254,7 +254,7 @@ def test_resume_on_a_different_host_adopts_finished_units(setting: Setting, clus
         assert {event.get("attempt") for event in select(events, "done")} >= finished
         assert len(select(events, "start")) == UNITS - len(finished)
         [note] = [event for event in select(events, "note") if "died" in event["text"]]
-        assert f"{len(finished)} of {UNITS} units are finished" in note["text"]
+        assert f"{len(finished)} of {UNITS} units finished" in note["text"]
 
 
 def test_a_killed_scheduler_is_reported_and_the_run_can_be_resumed(

@@ -521,7 +521,7 @@ def test_a_failed_run_keeps_only_finished_units(tmp_path, source, output, finish
     result = convert(model, output, "--threads", "1")
     conversion.check_refusal(result, 5, shard.name)
     assert conversion.names(output.parent) == ["out.work"] * finished
-    kept = f"note: 1 of 2 units are finished and kept in {output}.work; `ktconvert resume {output}` continues"
+    kept = f"note: 1 of 2 units finished and kept in {output}.work; `ktconvert resume {output}` continues"
     kept += " (with --verify-inputs after you replace an input file)"
     assert (kept in result.stderr) == bool(finished)
     shard.write_bytes(intact)

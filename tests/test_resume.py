@@ -144,7 +144,7 @@ def test_resume_reports_kills_for_memory(bench, monkeypatch, capsys):
             main()
         assert end.value.code == 4  # the memory limit is refused after the last run was reported
         stderr = capsys.readouterr().err
-        assert "1 of 3 units are finished and kept" in stderr
+        assert "1 of 3 units finished and kept" in stderr
         assert ("the kernel has killed a process for memory since" in stderr) == reported
 
 
@@ -155,7 +155,7 @@ def test_a_kill_during_assembly_is_reported(bench):
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
     result = bench.run("resume", bench.output)
-    assert "died in assemble; 3 of 3 units are finished" in result.stderr and bench.count_written_units() == 0
+    assert "was killed in assemble; 3 of 3 units finished" in result.stderr and bench.count_written_units() == 0
     bench.check_output(expected)
 
 

@@ -589,7 +589,7 @@ def test_status_and_resume_count_checkpoints_that_later_ones_replaced(cli, serve
     assert len([*locate(output).store.iterdir()]) < read_status(output)["done"] == 3
     planned = cli("resume", output, "--dry-run").stdout
     assert "train 6 steps; 6 units, 3 to run" in planned and "(replaced by a later one)" in planned
-    assert "3 of 7 units are finished" in servers.run(["resume", output], tmp_path / "said").stderr
+    assert "3 of 7 units finished" in servers.run(["resume", output], tmp_path / "said").stderr
 
 
 def test_resume_rejects_changed_data_and_other_commands(servers, example, begun, tmp_path):

@@ -246,7 +246,7 @@ def _make_refusal(name: str, value: Any, use: str, setting: Setting) -> Unsuppor
     if use == SERVE:
         problem = f"its {name} changes the model's own weights, which requests without this adapter use, too"
         return UnsupportedError(problem, "save the adapter as plain LoRA")
-    remedy = "use the adapter with `ktconvert run`, or merge it with PEFT"
+    remedy = "use the adapter with `ktconvert run`"
     return UnsupportedError(f"its {name} is {_short(value)}, which merge-adapter does not fold into weights", remedy)
 
 

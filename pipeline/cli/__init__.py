@@ -19,6 +19,7 @@ import click
 
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.report import terminal
+from ktconvert.pipeline.report.text import one_line
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -67,7 +68,6 @@ COMMANDS = {name: text for commands in HEADINGS.values() for name, text in comma
 
 # The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
-MAX_MESSAGE = 1000  # characters
 CLOSE = 0.75  # similarity of suggested options
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
@@ -421,12 +421,6 @@ def _fail(message: str, code: int) -> None:
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
     _print(sys.stderr, f"ktconvert: {message}")
     sys.exit(code)
-
-
-def one_line(text: str) -> str:
-    """Return a message as one line of limited length: messages quote text from files."""
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return plain if len(plain) <= MAX_MESSAGE else f"{plain[: MAX_MESSAGE // 2]} ... {plain[-MAX_MESSAGE // 2 :]}"
 
 
 def _print_warning(message: Warning | str, *_: object, **_options: object) -> None:

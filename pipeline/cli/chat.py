@@ -100,7 +100,7 @@ def _read_messages() -> Iterator[str]:
 
 
 def _read_message() -> str | None:
-    """Return the next message or command of stdin, or None at its end."""
+    """Return the next message or command of stdin, or None at its end, also at one within a message."""
     line = _read_line("> ")
     if line is None:
         return None
@@ -108,7 +108,7 @@ def _read_message() -> str | None:
     if line.strip() == QUOTES:
         while (line := _read_line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
-        return "\n".join(lines)
+        return None if line is None else "\n".join(lines)
     while line.endswith("\\"):
         lines.append(line[:-1])
         line = _read_line("... ") or ""

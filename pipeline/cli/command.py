@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from ktconvert.layouts.errors import UsageError, absent_path
+from ktconvert.layouts.errors import KTConvertError, UsageError, absent_path
 from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
 from ktconvert.pipeline.engine.paths import require_no_plan
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
@@ -25,6 +25,8 @@ ONCE = {"-i", "-o"}  # options that must not be repeated; of the others, the las
 # Commands and options for which a wrong config file is only a warning, since they help to correct it
 WITHOUT_CONFIG = ("doctor", "version")
 HELP_FLAGS = {"-h", "--help", "--help-all"}
+# Where the values of options may come from that the command line does not have
+ORIGINS = {ParameterSource.ENVIRONMENT: "{}", ParameterSource.DEFAULT_MAP: SHOWN_PATH}
 MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
@@ -37,9 +39,12 @@ class Command(click.Command):
         text, title, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
 
         def callback(**params: Any) -> None:
-            options = build_settings(cls, params)
-            _require_existing_paths(options)
-            function(options)
+            try:
+                options = build_settings(cls, params)
+                _require_existing_paths(options)
+                function(options)
+            except KTConvertError as error:
+                raise _name_origins(error, click.get_current_context()) from error
 
         super().__init__(
             name,
@@ -290,6 +295,17 @@ def _require_existing_paths(options: Options) -> None:
                 raise absent_path(path) from None
             except OSError:  # the command explains why it cannot be read
                 continue
+
+
+def _name_origins(error: KTConvertError, context: click.Context) -> KTConvertError:
+    """Return the error, with the variables and the config file from which the options in its sentence have values."""
+    named = {word.removesuffix("=") for word in re.findall(r"--[\w-]+", error.text)}
+    origins = []
+    for parameter in context.command.params:
+        if flag := next((name for name in parameter.opts if name in named), None):
+            origin = ORIGINS.get(context.get_parameter_source(parameter.name or ""), "")
+            origins += [f"{flag} is set by {origin.format(parameter.envvar)}"] if origin else []
+    return error.with_addition(f" ({'; '.join(origins)})") if origins else error
 
 
 def find_given_options(cls: type[Options]) -> Iterator[OptionField]:

@@ -12,13 +12,12 @@ import click
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.sources import hub, hub_files
 from ktconvert.layouts.sources.hub_files import HubFile
-from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.local_models import LocalModel, find_models
 from ktconvert.pipeline.engine.paths import has_size
 from ktconvert.pipeline.options.queries import ModelsOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import format_table, join_values, plural, size
+from ktconvert.pipeline.report.text import format_table, join_values, one_line, plural, size
 
 HEADING = ("name", "kind", "method", "size", "state")
 

@@ -14,7 +14,6 @@ import click
 
 from ktconvert.layouts.errors import absent_path, bad_file
 from ktconvert.layouts.files import manifest
-from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine import attempts, journal, lock
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -26,7 +25,7 @@ from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
 from ktconvert.pipeline.report.terminal import raw_stream, shorten_paths
-from ktconvert.pipeline.report.text import duration, format_table, plural, size
+from ktconvert.pipeline.report.text import duration, format_table, one_line, plural, size
 
 MAX_LISTED = 12  # units to list
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"

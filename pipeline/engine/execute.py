@@ -207,7 +207,7 @@ def _report_kept_units(plan: Plan, workdir: WorkDir, reporter: Reporter) -> Iter
         yield
     except (KTConvertError, OSError) as error:
         if finished := existing.count_finished(plan, workdir.paths):
-            kept = f"{finished} of {plural(len(plan.units), 'unit')} are finished and kept in {workdir.paths.root}"
+            kept = f"{finished} of {plural(len(plan.units), 'unit')} finished and kept in {workdir.paths.root}"
             is_replaceable = isinstance(error, InputError) and plan.download is None
             how = " (with --verify-inputs after you replace an input file)" if is_replaceable else ""
             reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues{how}")
@@ -265,15 +265,15 @@ def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
     finished = existing.count_finished(plan, workdir.paths)
     if killed is None:
         if finished:
-            reporter.say(f"resuming: {finished} of {len(plan.units)} units are finished")
+            reporter.say(f"resuming: {finished} of {plural(len(plan.units), 'unit')} finished")
         return
     run, units = killed
     report = reporter.note
-    text = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
+    text = f"the last run (process {run.process.pid}) was killed" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
         text += "; the kernel has killed a process for memory since; lower --threads or set --max-memory"
         report = reporter.warn
-    report(f"{text}; {finished} of {len(plan.units)} units are finished and kept")
+    report(f"{text}; {finished} of {plural(len(plan.units), 'unit')} finished and kept")
 
 
 def adopt_units(plan: Plan, workdir: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -377,6 +378,7 @@ def adapter_card(options: TrainOptions, stats: UnitStats) -> bytes:
     lora = options.lora
     model = options.input
     steps = stats[-1]["losses"][-1][0]
+    words = [model, *(["--cpu-weights", str(options.cpu_weights)] if options.cpu_weights else [])]
     experts_text = options.cpu_weights.name if options.cpu_weights else "the model's own"
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
     rows = [
@@ -388,11 +390,13 @@ def adapter_card(options: TrainOptions, stats: UnitStats) -> bytes:
         ("made by", f"ktconvert {tool_version()}"),
     ]
     lines = [
-        *("---", f"base_model: {model}", "library_name: peft", "tags:", "- ktconvert", "- lora", "---", ""),
+        "---",
+        *([] if Path(model).exists() else [f"base_model: {model}"]),  # hubs accept no path
+        *("library_name: peft", "tags:", "- ktconvert", "- lora", "---", ""),
         f"# LoRA adapter of {Path(model).name}",
         *("", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)),
         *(["", f"![losses]({CURVE})"] if options.plot else []),
-        *("", "## Use", "", "```bash", f"ktconvert run {model} --adapter ADAPTER --prompt ...", "```", ""),
+        *("", "## Use", "", "```bash", shlex.join(["ktconvert", "run", *words, "--adapter", "ADAPTER"]), "```", ""),
         "The matrices have PEFT's names, one for each expert and projection: PEFT loads them into the original model.",
     ]
     return ("\n".join(lines) + "\n").encode()

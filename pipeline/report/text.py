@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+MAX_MESSAGE = 1000  # characters
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -79,3 +80,9 @@ def first_line(error: BaseException) -> str:
         return f"{error} is missing"
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")
+
+
+def one_line(text: str) -> str:
+    """Return a message as one line of limited length: messages quote text from files."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= MAX_MESSAGE else f"{plain[: MAX_MESSAGE // 2]} ... {plain[-MAX_MESSAGE // 2 :]}"

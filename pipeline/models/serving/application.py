@@ -38,6 +38,7 @@ from ktconvert.pipeline.models.serving.pages import PathDescription
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, register_options
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
 from ktconvert.pipeline.models.serving.stream_decoder import find_reasoning_texts
+from ktconvert.pipeline.report.text import one_line
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -133,6 +134,7 @@ class Application:
         try:
             await self._route(call)
         except RequestError as error:
+            call.refusal = error.message
             with contextlib.suppress(RequestError):
                 await call.read_body(0)  # a client that is still sending would not read the response
             more = {"www-authenticate": "Bearer"} if error.status == 401 else {}
@@ -166,7 +168,8 @@ class Application:
         client, _ = call.scope["client"] or ("unknown", 0)
         speed = f", {Speed.add(speeds).describe()}" if speeds else ""
         request = f"{client} {call.scope['method']} {urllib.parse.quote(path)}"
-        log.log(level, "%s %s: %d in %.2f s%s", call.id, request, status, seconds, speed)
+        reason = f": {one_line(call.refusal)}" if call.refusal else ""
+        log.log(level, "%s %s: %d in %.2f s%s%s", call.id, request, status, seconds, speed, reason)
 
     async def _route(self, call: Call) -> None:
         path = call.scope["path"]

@@ -32,6 +32,7 @@ class Call:
     id            of the request, also for generation
     begin         when it came, in seconds
     status        HTTP status of the response, once it has begun
+    refusal       why the request was refused; empty if it was not
     is_complete   whether the client got the whole response
     generations   the options of its generations
     has_more      whether more of the body may come
@@ -46,6 +47,7 @@ class Call:
     id: str
     begin: float = field(default_factory=time.perf_counter)
     status: int = 0
+    refusal: str = ""
     is_complete: bool = False
     generations: list[RequestOptions] = field(default_factory=list)
     has_more: bool = True
