@@ -1,4 +1,4 @@
-// What Material leaves out for people without a mouse or without eyes.
+// What Material leaves out for people without a mouse or without eyes, and for phones.
 document$.subscribe(() => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   findOptions(document.querySelector("[data-md-component=search-query]"));
@@ -7,6 +7,12 @@ document$.subscribe(() => {
   }
   for (const code of document.querySelectorAll(".md-typeset code:not(pre code, h1 code)")) {
     if (code.textContent.length <= 30) code.classList.add("short"); // site.css keeps it on one line
+  }
+  for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+    const names = [...table.querySelectorAll("th")].map((cell) => cell.textContent.trim());
+    for (const cell of table.querySelectorAll("td")) {
+      if (cell.cellIndex > 0 && names[cell.cellIndex]) cell.dataset.column = names[cell.cellIndex];
+    }
   }
   for (const code of document.querySelectorAll(".language-bash pre > code")) {
     for (const node of [...code.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE)) {
