@@ -15,7 +15,7 @@ static void begin_sums(const kt_gemm *job, int32_t offset) {
     }
 }
 
-static void multiply_few(const kt_gemm *job, const kt_gemm_steps *steps) {
+void kt_gemm_few(const kt_gemm *job, int bits, kt_few_fn *few) {
     int8_t *a = (int8_t *)job->scratch;
     for (int64_t first = 0; first < job->k; first += KT_K_BLOCK) {
         int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
@@ -26,10 +26,10 @@ static void multiply_few(const kt_gemm *job, const kt_gemm_steps *steps) {
             const uint8_t *tiles[2];
             int32_t *c[2];
             for (int64_t i = 0; i < panels; i++) {
-                tiles[i] = kt_panel_tiles(steps->bits, &job->panel[s + i], job->k, first);
+                tiles[i] = kt_panel_tiles(bits, &job->panel[s + i], job->k, first);
                 c[i] = job->c + (s + i) * job->c_pitch;
             }
-            steps->few[job->m - 1](panels, tiles, columns, a, c);
+            few(panels, tiles, columns, a, c);
         }
     }
 }
@@ -77,7 +77,7 @@ static void multiply_many(const kt_gemm *job, const kt_gemm_steps *steps) {
 
 int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps) {
     begin_sums(job, steps->offset);
-    if (job->m <= KT_FEW) multiply_few(job, steps);
+    if (job->m <= KT_FEW) kt_gemm_few(job, steps->bits, steps->few[job->m - 1]);
     else multiply_many(job, steps);
     return kt_get_geometry(steps->bits)->unit;
 }

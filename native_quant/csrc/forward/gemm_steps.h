@@ -41,6 +41,8 @@ typedef struct {
     kt_block_fn *block[KT_FEW]; /* [tokens - 1] */
 } kt_gemm_steps;
 
+/* Adds the products of a job to its sums: reads each weight once, from two panels in turn. */
+void kt_gemm_few(const kt_gemm *job, int bits, kt_few_fn *few);
 /* Runs a job whose tiles of activations have one row. Returns the weight's unit. */
 int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps);
 
