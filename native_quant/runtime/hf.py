@@ -39,6 +39,7 @@ from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights, Mask
 from ktconvert.native_quant.runtime.pool import get_shared_pool
+from ktconvert.native_quant.runtime.same_experts import require_same_experts
 from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
 
 
@@ -123,8 +124,8 @@ class KTConvertQuantizer(HfQuantizer):
     ) -> Any:
         """Replace the experts, and let transformers silently skip the checkpoint's tensors of these modules.
 
-        Raises UnsupportedError if the experts cannot be replaced, and errors of KTExperts.load, masks_by_layer and
-        HotWeights.
+        Raises UnsupportedError if the experts cannot be replaced, InputError if those of cpu_weights are not the
+        model's, and errors of KTExperts.load, masks_by_layer and HotWeights.
         """
         settings = self.quantization_config
         folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
@@ -145,6 +146,8 @@ class KTConvertQuantizer(HfQuantizer):
         if checkpoint_files and settings.quant_method == NAME:
             self.stored_tensors = hf_non_experts.find_decoded_tensors(checkpoint_files)
         loaded = self._load_experts(root, type(model).__name__, modules, masks)
+        if folder is not None:
+            require_same_experts(folder, root, loaded, masks)
         hot: dict[int, HotExperts] = {}
         if source is not None:
             if any(experts._function.output_norm for experts in loaded.values()):

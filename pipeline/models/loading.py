@@ -11,12 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ktconvert.layouts.checkpoints import adapter
-from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
+from ktconvert.layouts.errors import KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import (
     is_output,
@@ -28,7 +25,6 @@ from ktconvert.layouts.outputs.opening import (
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
-from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.checkpoint_experts import open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import Memory
@@ -39,7 +35,6 @@ from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.pipeline.options.model_options import STORED
-from ktconvert.quantizers.reference import bf16_to_f32
 
 # extra -> packages that its commands need
 REQUIRED_PACKAGES = {
@@ -55,9 +50,6 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 # Settings that override those of generation_config.json, to stream one answer: without a cache, a prompt cannot be read
 # in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
-# Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
-MIN_COSINE = 0.8
-COMPARED_ROWS = 16  # step between compared rows: all rows, in float32, would need more memory than a short prompt
 # Variable of glibc -> parameter and value of mallopt. By default, threads have arenas of their own, and released memory
 # stays there: up to 64 MB in each.
 # With a threshold of 1 MiB, a prompt takes 1.1 to 1.2 times as long: pages that return must be cleared again.
@@ -302,8 +294,6 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
         hf_non_experts.drop_quantization_config(config)
     model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
-    if source is not None and choice.cpu_weights is not None:
-        require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     if choice.non_experts == INT8:
@@ -322,34 +312,3 @@ def is_packed_for_gpus(source: TensorSource) -> bool:
 def load_tokenizer(choice: ModelChoice) -> Any:
     """Return the tokenizer. Raises InputError if it is unusable."""
     return pretrained.read_tokenizer(choice.model, **choice.hub_options())
-
-
-def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) -> None:
-    """Raise InputError if converted experts are not those of the model's checkpoint, or not in its order.
-
-    Compares some experts of the first and the last layer that have converted experts. Adapters and quantizers move
-    weights far less than MIN_COSINE allows.
-    """
-    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-
-    model_experts: Any = None
-    with suppress(KTConvertError):  # without readable experts there is nothing to compare
-        model_experts = recognize(source, to_read=True)
-    modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    if model_experts is None or cpu_weights.expanduser().resolve() == source.root.resolve():
-        return
-    converted_experts = open_experts(cpu_weights.expanduser())
-    for module in dict.fromkeys((*modules[:1], *modules[-1:])):
-        count = module.num_experts
-        for expert in sorted({0, 1 % count, count // 2, count - 1}):
-            if module.layer not in model_experts.moe_layers:
-                continue
-            slices = [first for first, *_ in converted_experts.linears(module.experts._packed, expert)]
-            converted_first = np.concatenate(slices)[::COMPARED_ROWS].copy()
-            del slices
-            first = model_experts.linear(module.layer, expert, model_experts.projections[0])
-            model_first = bf16_to_f32(decode(first)[::COMPARED_ROWS])
-            norms = float(np.linalg.norm(converted_first) * np.linalg.norm(model_first))
-            if norms > 0 and float(np.vdot(converted_first, model_first)) / norms < MIN_COSINE:
-                problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
-                raise InputError(problem, "give experts that were converted from this model", path=cpu_weights)
