@@ -149,6 +149,16 @@ def test_the_refusal_and_a_wrong_variable_end_the_command(write_config: Write, c
     assert "'KTCONVERT_CPU_THREADS'" in result.stderr and "'many'" in result.stderr
 
 
+def test_an_error_names_where_an_option_was_set(write_config: Write, example: Path, tmp_path: Path, cli: Any) -> None:
+    """The message names an option that the user has not typed."""
+    arguments = ("cpu", example, tmp_path / "out")
+    end = "(--layers is set by KTCONVERT_CPU_LAYERS).\n"
+    assert cli(*arguments, env={"KTCONVERT_CPU_LAYERS": "99"}, code=3).stderr.endswith(end)
+    write_config("[cpu]\nlayers = 99")
+    assert cli(*arguments, code=3).stderr.endswith("(--layers is set by ~/.config/ktconvert/config.toml).\n")
+    assert cli(*arguments, "--layers", 98, code=3).stderr.endswith("layers with experts: 0-1.\n")
+
+
 def test_mistyped_variables_get_a_warning(write_config: Write, cli: Any) -> None:
     """Variables of other commands, and those that resemble none of ours, belong to others."""
     wrong = {"KTCONVERT_VERSION_JSONN": "1", "KTCONVERT_NUMAA": "2"}

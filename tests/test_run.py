@@ -168,6 +168,7 @@ third
 /exit
 never
 """
+UNFINISHED = '"""\nimport os\n'  # Ctrl-D within a message
 
 
 def test_chat_has_commands_and_messages_of_several_lines(example, monkeypatch):
@@ -189,6 +190,11 @@ def test_chat_has_commands_and_messages_of_several_lines(example, monkeypatch):
     assert said[2] == [*second, ("user", "third")]
     assert said[3] == [*said[2], ("user", "/usr/bin is no command")]
     assert len(said) == 4
+
+
+def test_chat_drops_an_unfinished_message(example):
+    result = call(example, "--chat", "--max-new-tokens", 2, stdin=UNFINISHED)
+    assert result.exit_code == 0 and result.stdout == "" and not SPEED.search(result.stderr), result.exception
 
 
 def test_chat_continues_after_a_message_that_does_not_fit(example):

@@ -149,8 +149,9 @@ def test_each_request_is_logged_once_with_its_speed(ask, url, folder):
     )
     assert any("prefill 3 tokens" in line and "decode 6 tokens" in line for line in lines)
     assert any("prefill 2 tokens" in line and "decode" not in line for line in lines)
-    assert any(line.endswith(" s") and "GET /a%0Ab: 404 in " in line for line in lines)
-    assert not [line for line in lines if "/health" in line]
+    (refused,) = (line for line in lines if "GET /a%0Ab: 404 in " in line)
+    assert r" s: unknown path /a\nb; use /v1/chat/completions, " in refused
+    assert not [line for line in lines if "GET /health" in line]
     started = next(n for n, line in enumerate(lines) if f" INFO Ready: {url}/v1, " in line)
     assert [line for line in lines[started:] if not LINE.fullmatch(line)] == []
 

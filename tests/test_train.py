@@ -352,7 +352,9 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     trained = f"trained parameters: {of_experts} of routed experts, {stored - of_experts} of other modules"
     assert trained in [event.get("text") for event in events]
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
-    assert "evaluation loss" in (adapter / "README.md").read_text()
+    card = (adapter / "README.md").read_text()
+    assert "evaluation loss" in card and f"\nktconvert run {example} --cpu-weights {int8} --adapter ADAPTER\n" in card
+    assert "base_model" not in card  # a path
     assert events[0]["bytes"] == memory
     assert "nothing to do" in cli("resume", adapter).stderr
     tuned = tree(adapter)

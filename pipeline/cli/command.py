@@ -26,7 +26,10 @@ ONCE = {"-i", "-o"}  # options that must not be repeated; of the others, the las
 WITHOUT_CONFIG = ("doctor", "version")
 HELP_FLAGS = {"-h", "--help", "--help-all"}
 # Where the values of options may come from that the command line does not have
-ORIGINS = {ParameterSource.ENVIRONMENT: "{}", ParameterSource.DEFAULT_MAP: SHOWN_PATH}
+ORIGINS: dict[ParameterSource | None, str] = {
+    ParameterSource.ENVIRONMENT: "{}",
+    ParameterSource.DEFAULT_MAP: SHOWN_PATH,
+}
 MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
