@@ -277,33 +277,40 @@ static void multiply_many(const kt_gemm *job) {
     }
 }
 
-enum { AHEAD = 1280, PARTS = 2 };
+enum {
+    PARTS = 1,                      /* parts of a tile that are read from each of two panels in turn */
+    PREFETCHED = BITS == 8 ? 6 : 2, /* tokens from which on the processor's own prefetching does not suffice */
+    AHEAD = 5120,                   /* bytes between codes that are multiplied and those prefetched into L2 */
+};
 
-/* Adds the products of half a tile, in the order of its bytes. a: [tokens][KT_K_BLOCK]. */
-KT_INLINE TARGET void part_few(int tokens, const uint8_t *half, const int8_t *a, int32_t *c) {
-    __m512i sum[KT_FEW];
-#pragma GCC unroll 6
-    for (int t = 0; t < tokens; t++) sum[t] = load(c + t * KT_PANEL_ROWS);
+/* Adds the products of a tile, in the order of its bytes. a: [tokens][KT_K_BLOCK]. */
+KT_INLINE TARGET void part_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
 #pragma GCC unroll 1
-    for (int quads = 0; quads < 16; quads += 4) {
+    for (int h = 0; h < 2; h++, tile += KT_HALF_BYTES, c += KT_HALF_ROWS) {
+        __m512i sum[KT_FEW];
+#pragma GCC unroll 6
+        for (int t = 0; t < tokens; t++) sum[t] = load(c + t * KT_PANEL_ROWS);
+#pragma GCC unroll 1
+        for (int quads = 0; quads < 16; quads += 4) {
 #pragma GCC unroll 4
-        for (int q = quads; q < quads + 4; q++) {
-            __m512i bytes = _mm512_loadu_si512(half + q * 64), codes = low_codes(bytes);
-            _mm_prefetch((const char *)half + q * 64 + AHEAD, _MM_HINT_T0);
+            for (int q = quads; q < quads + 4; q++) {
+                __m512i bytes = _mm512_loadu_si512(tile + q * 64), codes = low_codes(bytes);
+                if (tokens >= PREFETCHED) _mm_prefetch((const char *)tile + q * 64 + AHEAD, _MM_HINT_T1);
 #pragma GCC unroll 6
-            for (int t = 0; t < tokens; t++)
-                sum[t] = keep_order(multiply(sum[t], codes, a + t * KT_K_BLOCK + 4 * q));
-            if (BITS == 8) continue;
-            codes = high_codes(bytes);
+                for (int t = 0; t < tokens; t++)
+                    sum[t] = keep_order(multiply(sum[t], codes, a + t * KT_K_BLOCK + 4 * q));
+                if (BITS == 8) continue;
+                codes = high_codes(bytes);
 #pragma GCC unroll 6
-            for (int t = 0; t < tokens; t++)
-                sum[t] = keep_order(multiply(sum[t], codes, a + t * KT_K_BLOCK + 64 + 4 * q));
+                for (int t = 0; t < tokens; t++)
+                    sum[t] = keep_order(multiply(sum[t], codes, a + t * KT_K_BLOCK + 64 + 4 * q));
+            }
+#pragma GCC unroll 6
+            for (int t = 0; t < tokens; t++) sum[t] = rest(sum[t], c + t * KT_PANEL_ROWS);
         }
 #pragma GCC unroll 6
-        for (int t = 0; t < tokens; t++) sum[t] = rest(sum[t], c + t * KT_PANEL_ROWS);
+        for (int t = 0; t < tokens; t++) store(c + t * KT_PANEL_ROWS, sum[t]);
     }
-#pragma GCC unroll 6
-    for (int t = 0; t < tokens; t++) store(c + t * KT_PANEL_ROWS, sum[t]);
 }
 
 #define DEFINE_FEW(T) KT_DEFINE_FEW(T, TARGET, TILE_COLUMNS)
@@ -312,7 +319,6 @@ static kt_few_fn *const few[KT_FEW] = KT_ALL(few);
 
 static int gemm(const kt_gemm *job) {
     int in_order = kt_has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1;
-    if (BITS == 8 && in_order && job->m == 1) return kt_gemm_int8_avx2(job); /* 0.95 of the time (Zen 4) */
     begin_sums(job);
     if (in_order) kt_gemm_few(job, BITS, few[job->m - 1]);
     else (job->m <= BLOCK ? multiply_few : multiply_many)(job);
