@@ -317,10 +317,13 @@ KT_INLINE TARGET void part_few(int tokens, const uint8_t *tile, const int8_t *a,
 DEFINE_FEW(1) DEFINE_FEW(2) DEFINE_FEW(3) DEFINE_FEW(4) DEFINE_FEW(5) DEFINE_FEW(6)
 static kt_few_fn *const few[KT_FEW] = KT_ALL(few);
 
+static inline int is_read_in_order(const kt_gemm *job) {
+    return kt_has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1;
+}
+
 static int gemm(const kt_gemm *job) {
-    int in_order = kt_has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1;
     begin_sums(job);
-    if (in_order) kt_gemm_few(job, BITS, few[job->m - 1]);
+    if (is_read_in_order(job)) kt_gemm_few(job, BITS, few[job->m - 1]);
     else (job->m <= BLOCK ? multiply_few : multiply_many)(job);
     return kt_get_geometry(BITS)->unit;
 }
