@@ -93,7 +93,7 @@ def test_second_signal_stops_at_once(five_layers, tmp_path, number, code):
         f"stopped at once; run `ktconvert resume {output}` to continue with the units that are not finished." in stderr
     )
     result = conversion.ktconvert("resume", output)
-    assert re.search(r"was killed in experts.layer-00\d", result.stderr)
+    assert re.search(r"was stopped in experts.layer-00\d", result.stderr)
     assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]

@@ -155,7 +155,7 @@ def test_a_kill_during_assembly_is_reported(bench):
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
     result = bench.run("resume", bench.output)
-    assert "was killed in assemble; 3 of 3 units finished" in result.stderr and bench.count_written_units() == 0
+    assert "was stopped in assemble; 3 of 3 units finished" in result.stderr and bench.count_written_units() == 0
     bench.check_output(expected)
 
 

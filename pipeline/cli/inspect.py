@@ -137,7 +137,7 @@ def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
         ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
         ("units", f"{document['units_done']}{total} finished{remaining}"),
-        *([("last run", f"killed in {join_values(document['died_in'])}")] if document["died_in"] else []),
+        *([("last run", f"stopped in {join_values(document['died_in'])}")] if document["died_in"] else []),
         *([] if is_readable else [("source", document["source_problem"])]),
         ("resume with", document["resume"]),
     ]

@@ -269,7 +269,7 @@ def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
         return
     run, units = killed
     report = reporter.note
-    text = f"the last run (process {run.process.pid}) was killed" + (f" in {', '.join(units)}" if units else "")
+    text = f"the last run (process {run.process.pid}) was stopped" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
         text += "; the kernel has killed a process for memory since; lower --threads or set --max-memory"
         report = reporter.warn
