@@ -253,7 +253,7 @@ def test_resume_on_a_different_host_adopts_finished_units(setting: Setting, clus
         events = conversion.parse_events(result.stderr)
         assert {event.get("attempt") for event in select(events, "done")} >= finished
         assert len(select(events, "start")) == UNITS - len(finished)
-        [note] = [event for event in select(events, "note") if "died" in event["text"]]
+        [note] = [event for event in select(events, "note") if "was stopped" in event["text"]]
         assert f"{len(finished)} of {UNITS} units finished" in note["text"]
 
 

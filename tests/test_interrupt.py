@@ -46,7 +46,7 @@ def test_first_signal_finishes_layers_in_flight(five_layers, tmp_path, number, c
     assert str(records[-1].why).startswith(f"stopped by {number.name}")
     result = conversion.ktconvert("resume", output)
     assert result.returncode == 0, result.stderr
-    assert "died" not in result.stderr
+    assert "was stopped" not in result.stderr
     assert f"resuming: {len(started)} of 5 units finished" in result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(tmp_path) == ["out"]

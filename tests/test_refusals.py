@@ -201,7 +201,7 @@ def test_files_that_appear_during_the_run_are_not_replaced(source, expected, out
         output.rename(output.with_name("thesis"))
     result = conversion.ktconvert("resume", output)
     check_success(result, output, expected, *["thesis"] * (not existed))
-    assert "died" not in result.stderr
+    assert "was stopped" not in result.stderr
 
 
 @pytest.mark.parametrize("where", ["the input", "inside it", "around it", "a link to it", "its work folder"])
