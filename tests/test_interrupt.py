@@ -194,7 +194,7 @@ def test_an_interrupt_that_an_import_swallows_ends_the_process(swallow, tmp_path
         "cli.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")
+    assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted; run the same command again.")
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,7 @@ def test_an_interrupt_of_the_first_imports_is_one_line(interrupt, tmp_path):
     program = ("-c", "from ktconvert.pipeline.program import main; main()")
     for words in (program, ("-m", "ktconvert", "version")):
         result = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
-        assert (result.returncode, result.stderr.strip()) == (130, "ktconvert: interrupted.")
+        assert (result.returncode, result.stderr.strip()) == (
+            130,
+            "ktconvert: interrupted; run the same command again.",
+        )

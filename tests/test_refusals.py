@@ -327,6 +327,32 @@ def test_a_read_only_parent_moves_work_into_the_output(source, output, expected,
     check_success(convert(source, output, prefix=WITHOUT_ROOT_RIGHTS), output, expected)
 
 
+def test_what_may_not_be_read_is_named(tmp_path, source, expected):
+    """The directory that cannot be entered, not a file that a command would look for in it; and a shard."""
+    model = Path(shutil.copytree(source, tmp_path / "model"))
+    whole = Path(shutil.copytree(source.with_name("whole"), tmp_path / "whole"))
+    (shard, *_) = whole.glob("*.safetensors")
+    model.chmod(0)
+    shard.chmod(0)
+    for words in (
+        ("cpu", model, tmp_path / "o"),
+        ("inspect", model),
+        ("run", model, "--prompt", "x"),
+        ("verify", model),
+    ):
+        done = conversion.ktconvert(*words, prefix=WITHOUT_ROOT_RIGHTS)
+        conversion.check_refusal(done, 5, f"{model}: permission denied; change its permissions.")
+    for words in (("verify", whole), ("inspect", whole)):
+        done = conversion.ktconvert(*words, prefix=WITHOUT_ROOT_RIGHTS)
+        conversion.check_refusal(done, 5, f"{shard}: ", "Permission denied", "; change its permissions, so that")
+
+
+def test_an_output_that_is_its_input_is_refused(source):
+    for words in ((source, "-o", source), ("-i", source, "-o", source), (source, source)):
+        done = conversion.ktconvert("cpu", *words)
+        conversion.check_refusal(done, 2, f"{source} is part of the input {source}; choose a different folder")
+
+
 def test_remedies_name_what_helps(tmp_path, source, expected):
     """Also for arguments that exist, but are something else."""
     gguf.write(tmp_path / "dense.gguf", {"blk.0.ffn_gate.weight": ("F32", np.ones((8, 64), np.float32))}, {}, "llama")

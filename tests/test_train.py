@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, UnsupportedError
+from ktconvert.pipeline.cli.describe import describe_path
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import read_plan
@@ -19,6 +20,7 @@ from ktconvert.pipeline.engine.loop import record_run
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.plans.commands import restore_options
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.terminal import shorten_paths
 from rig import conversion, killpoint
 from rig.conversion import tree
@@ -356,13 +358,18 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     assert "evaluation loss" in card and f"\nktconvert run {example} --cpu-weights {int8} --adapter ADAPTER\n" in card
     assert "base_model" not in card  # a path
     assert events[0]["bytes"] == memory
-    assert "nothing to do" in cli("resume", adapter).stderr
+    finished = f"{adapter} is finished: nothing to do"
+    assert finished in cli("resume", adapter).stderr
+    found = "made with these options, from files with the names, sizes and headers of this input"
+    assert cli(*order).stderr.endswith(f"{finished} ({found})\n")  # `verify` has nothing to compare it with
     tuned = tree(adapter)
     evaluate = ("--text", text, "--sequence-length", 64, "--json")
     found = json.loads(cli("eval", example, "--cpu-weights", int8, "--adapter", adapter, *evaluate).stdout)
     assert abs(np.log(found["perplexity"]["converted"]) - measured[-1]) < 0.1
     assert found["perplexity"]["converted"] / found["perplexity"]["original"] == pytest.approx(1, abs=0.01)
     cli("merge-adapter", example, "--adapter", adapter, "-o", tmp_path / "merged")
+    verified = cli("verify", tmp_path / "merged", "--against", example)
+    assert "to whose weights an adapter was added" in verified.stderr and verified.stdout.endswith("\nverified\n")
     cli("cpu", "-i", tmp_path / "merged", "-o", tmp_path / "int8", "--quant-method", "int8", "-q")
     merged = json.loads(cli("eval", tmp_path / "merged", "--cpu-weights", tmp_path / "int8", *evaluate).stdout)
     assert merged["perplexity"]["converted"] == pytest.approx(found["perplexity"]["converted"], rel=0.01)
@@ -578,8 +585,12 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     assert journal.find_killed_run(journal.read_records(locate(output).journal)) is not None
     with pytest.raises(OutputError, match="contains an unfinished training; see `ktconvert status`"):
         restore_options(output, read_plan(locate(output)))  # as `inspect` does
+    described = describe_path(str(output), Reporter())
+    assert (described["running"], described["units_done"], described["units"]) == (False, 1, 3)
     with WorkDir(locate(output)) as work, record_run(work):
         assert read_status(output)["state"] == "running"
+        described = describe_path(str(output), Reporter())
+        assert (described["running"], described["died_in"]) == (True, [])
 
 
 def test_status_and_resume_count_checkpoints_that_later_ones_replaced(cli, servers, example, int8, text, tmp_path):

@@ -9,7 +9,8 @@ from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_q
 from ktconvert.layouts.sources import config as cfg
 
 COMMAND = "dequantize"
-COMMANDS = (COMMAND, "merge-adapter", "fetch")
+MERGE_ADAPTER = "merge-adapter"
+COMMANDS = (COMMAND, MERGE_ADAPTER, "fetch")
 METHOD = "BF16"
 FETCHED = "as released"
 VERSION = 1

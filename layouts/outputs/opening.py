@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import InputError, VerificationError, bad_file
+from ktconvert.layouts.errors import PERMISSION, InputError, VerificationError, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
@@ -183,6 +183,9 @@ def _read_output(
             return None
 
     headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
+    for error in damaged.values():
+        if error.remedy == PERMISSION:
+            raise error
     names = _find_names(candidates, (entry.name for header in headers.values() for entry in header.entries))
     names = names or next(iter(candidates))
     methods = tuple(fmt.name for fmt in candidates[names])

@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
@@ -68,6 +69,7 @@ COMMANDS = {name: text for commands in HEADINGS.values() for name, text in comma
 
 # The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
+INTERRUPTED = "interrupted; run the same command again."
 CLOSE = 0.75  # similarity of suggested options
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
@@ -283,7 +285,7 @@ def main() -> None:
         if code := getattr(error, "exit_code", None):  # of a run that can be resumed
             _fail(str(error), code)
         click.echo(err=True)  # the line of the terminal's ^C
-        _fail(str(error) or "interrupted.", 130)
+        _fail(str(error) or INTERRUPTED, 130)
     except BrokenPipeError:  # the reader of our output has ended
         _discard(sys.stdout)
         sys.exit(141)
@@ -291,7 +293,7 @@ def main() -> None:
         _fail("not enough memory; set --max-memory or lower --threads, then resume.", 4)
     except Exception as error:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # such as one during an import
-            _fail("interrupted.", 130)
+            _fail(INTERRUPTED, 130)
         code = getattr(error, "exit_code", None)
         is_limit = isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES)
         if code is None and not is_limit:
@@ -311,6 +313,9 @@ def main() -> None:
                 _fail("the current directory has been removed; change to one that exists.", 1)
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
+            if isinstance(error, PermissionError) and error.filename:
+                denied = _find_unreadable(Path(os.fsdecode(error.filename)))
+                _fail(f"{denied}: permission denied; change its permissions.", 1 if os.access(denied, os.R_OK) else 5)
             _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
         if is_limit:
             _fail(
@@ -346,6 +351,11 @@ def _open_streams() -> None:
     terminal.install()
 
 
+def _find_unreadable(path: Path) -> Path:
+    """Return the directory that keeps the user from a path; the path itself if there is none."""
+    return next((parent for parent in reversed(path.parents) if not os.access(parent, os.X_OK)), path)
+
+
 def _reset_signals() -> None:
     """Reset signal handlers: shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -362,7 +372,7 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
     """End the process after a Ctrl-C that Python or C code would ignore, such as one in an import; report the rest."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        _print(sys.stderr, "\nktconvert: interrupted.")
+        _print(sys.stderr, f"\nktconvert: {INTERRUPTED}")
         os._exit(130)
     sys.__unraisablehook__(unraisable)
 

@@ -249,7 +249,8 @@ def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
         for f, argument in by_flag
         if values[f.name] in (f.click_type.convert(word, None, None) for word in words)
     ]
-    if same or len(by_flag) + len(words) > len(either):
+    is_input_given = len(either) > 1 and values[either[0][0].name] is not None
+    if (same and is_input_given) or len(by_flag) + len(words) > len(either):
         twice = " or ".join(argument.upper() for argument in same or [argument for _, argument in by_flag])
         raise UsageError(f"{twice} is given twice; give it once.")
     for option_field, argument in either:  # positional arguments stand for the options that are not given

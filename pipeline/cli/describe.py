@@ -22,12 +22,13 @@ from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedErro
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
-from ktconvert.layouts.outputs.opening import is_output, open_output, refuse_adapter
+from ktconvert.layouts.outputs.opening import TRAIN, is_output, open_output, refuse_adapter
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
 from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.native_quant import kernels
+from ktconvert.pipeline.cli.status import RUNNING, read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import find_unit_states, read_plan
 from ktconvert.pipeline.engine.paths import Paths, find_output, locate
@@ -199,6 +200,7 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
     assert saved is not None
     records = journal.read_records(paths.journal)
     killed_run = journal.find_killed_run(records)
+    is_running = read_status(paths.output)["state"] == RUNNING
     document = {
         "kind": "unfinished",
         "path": str(paths.output),
@@ -207,9 +209,12 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
         "input": saved.input,
         "settings": saved.settings,
         "units_done": len(journal.find_finished_units(records)),
-        "died_in": list(killed_run[1]) if killed_run else [],
+        "running": is_running,
+        "died_in": list(killed_run[1]) if killed_run and not is_running else [],
         "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }
+    if saved.command == TRAIN:  # its plan needs the model
+        return document | {"units": saved.units, "bytes_left": 0, "units_left": []}
     try:
         plan = make_plan(with_values(restore_options(paths.output, saved), verify_inputs=False))
         states = find_unit_states(plan, paths)

@@ -130,7 +130,7 @@ def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     is_readable = document["units"] is not None
     total = f" of {document['units']}" if is_readable else ""
-    remaining = f", {size(document['bytes_left'])} left to read" if document["units"] else ""
+    remaining = f", {size(document['bytes_left'])} left to read" if document.get("bytes_left") else ""
     return [
         ("unfinished", document["path"]),
         ("work directory", document["work_directory"]),
@@ -139,7 +139,9 @@ def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("units", f"{document['units_done']}{total} finished{remaining}"),
         *([("last run", f"stopped in {join_values(document['died_in'])}")] if document["died_in"] else []),
         *([] if is_readable else [("source", document["source_problem"])]),
-        ("resume with", document["resume"]),
+        ("running", f"`ktconvert status {document['path']}` shows its progress")
+        if document["running"]
+        else ("resume with", document["resume"]),
     ]
 
 

@@ -26,6 +26,8 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
 IGNORED_NAMES = {WORK_FOLDER, "lost+found"}
+# Commands whose outputs `verify --against` compares with their source
+COMPARABLE = ("cpu", "gpu", "dequantize", "merge", "resplit")
 MAX_NAMED = 5  # files to name in a message
 
 
@@ -219,9 +221,11 @@ def report_nothing_to_do(output: Path, reporter: Reporter, *, compared: bool = T
     compared  whether its manifest was compared with a plan
     """
     found = "made with these options, from files with the names, sizes and headers of this input"
-    remedy = f"`ktconvert verify {output} --against MODEL` compares the weights"
+    record = manifest.read_manifest(output)
+    if record is not None and record.command in COMPARABLE:
+        found += f"; `ktconvert verify {output} --against MODEL` compares the weights"
     reporter.event("finished", output=str(output), nothing_to_do=True)
-    reporter.say(f"{output} is finished: nothing to do" + (f" ({found}; {remedy})" if compared else ""))
+    reporter.say(f"{output} is finished: nothing to do" + (f" ({found})" if compared else ""))
 
 
 def _require_no_clash(plan: Plan) -> None:

@@ -117,7 +117,7 @@ class FilePath(click.Path):
     """
 
     def __init__(self, *, absolute: bool = False, directory: bool = False) -> None:
-        super().__init__(path_type=Path, file_okay=not directory)
+        super().__init__(path_type=Path, file_okay=not directory, readable=False)  # who reads it explains why not
         self._absolute = absolute
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:

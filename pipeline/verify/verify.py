@@ -147,6 +147,8 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not is_readable:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
+    elif source is not None and output.manifest is not None and output.manifest.command == dequantized.MERGE_ADAPTER:
+        report.remarks.append(f"not compared with {options.against}, to whose weights an adapter was added")
     elif source is not None:
         differs = False
         if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
