@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ktconvert.layouts.checkpoints.attention import NO_ATTENTION, AttentionBytes, LayerCache
 from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
-from ktconvert.pipeline.report.text import size
+from ktconvert.pipeline.report.text import plural, size
 
 SGLANG, KTCONVERT = RUNTIMES
 QUALITY = PREFERENCES[0]
@@ -342,7 +342,8 @@ class Predictor:
             return "all experts are on the GPU"
         more = self._gpu_bytes(rest, count + 1) - vram["experts"]
         free = max(0, self.card - sum(vram.values()))
-        return f"{count + 1} experts per layer on the GPU need {size(more)} more on each GPU, and {size(free)} are free"
+        needed = f"{plural(count + 1, 'expert')} of each layer on the GPU would take {size(more)} more"
+        return f"{needed}, and {size(free)} are free on each GPU"
 
 
 def predict_cpu_rate(form: ExpertForm, bandwidth: float, cores: int | None) -> float:
