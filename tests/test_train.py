@@ -507,22 +507,29 @@ def test_a_killed_training_resumes_to_the_same_adapter(servers, example, int8, t
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_training_continues_from_its_last_step(servers, example, int8, text, tmp_path, number, code):
+    """It is stopped twice; the second time, the files of the first checkpoint have been removed."""
     output, whole = tmp_path / "out", tmp_path / "whole"
-    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "--max-steps", 60, "--save-steps", 99)
-    command = [*conversion.KTCONVERT, *map(str, words), "-o", str(output), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any('"step": 3,' in line for line in process.stdout)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == code
-    assert f"ktconvert: stopped by {number.name}; run `ktconvert resume {output}` to continue" in stderr
-    assert str(journal.read_records(locate(output).journal)[-1].why).startswith("stopped by")
-    (checkpoint,) = locate(output).store.iterdir()
-    step = int(checkpoint.name.split(".")[1])
-    assert 3 <= step < 60
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "--max-steps", 60, "--save-steps", 10)
+
+    def stop_at(step: int, *command: Any) -> int:
+        """Stop a training at a step or soon after it, and return the step of its last checkpoint."""
+        words = [*conversion.KTCONVERT, *map(str, command), "--json"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert any(f'"step": {step},' in line for line in process.stdout)
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+        assert process.returncode == code
+        assert f"ktconvert: stopped by {number.name}; run `ktconvert resume {output}` to continue" in stderr
+        assert str(journal.read_records(locate(output).journal)[-1].why).startswith("stopped by")
+        return max(int(folder.name.split(".")[1]) for folder in locate(output).store.iterdir())
+
+    first = stop_at(3, *words, "-o", output)
+    second = stop_at(33, "resume", output)
+    assert 3 <= first < 33 <= second < 60
+    assert not [*locate(output).store.glob(f"checkpoint.{first}.*")]
     result = servers.run(["resume", output], tmp_path / "said")
-    assert result.returncode == 0 and f"resuming from step {step}" in result.stderr, result.stderr
+    assert result.returncode == 0 and f"resuming from step {second}" in result.stderr, result.stderr
     assert servers.run([*words, "-q", "-o", whole], tmp_path / "said").returncode == 0
     assert conversion.find_differences(tree(output), tree(whole)) == []
 

@@ -96,7 +96,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
         ("ids", ids.hexdigest()),
     )
     first = Unit(CHECKPOINT, "1", bytes_out=0, work=1, params=params, in_output=False, **common)
-    saved = {*range(options.save_steps, steps, options.save_steps), steps, *_find_stopping_steps(plan, first)}
+    saved = {*range(options.save_steps, steps, options.save_steps), steps, *_find_made_steps(plan, first)}
     checkpoints = tuple(_make_checkpoint(first, step) for step in sorted(saved))
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     training = f"train {plural(steps, 'step')}"
@@ -118,11 +118,18 @@ def _make_checkpoint(checkpoint: Unit[int], step: int) -> Unit[int]:
     return replace(checkpoint, key=str(step), work=step)
 
 
-def _find_stopping_steps(plan: Plan, checkpoint: Unit[int]) -> list[int]:
-    """Return the steps after which the training was stopped: of the checkpoints in the store."""
-    names = [folder.name.split(".") for folder in plan.locate().store.glob(f"{CHECKPOINT}.*.*")]
-    steps = [int(name[1]) for name in names if name[1].isdecimal()]
-    return [step for step in steps if (plan.locate().store / _make_checkpoint(checkpoint, step).stored_name).is_dir()]
+def _find_made_steps(plan: Plan, checkpoint: Unit[int]) -> list[int]:
+    """Return the steps of this training's checkpoints in the journal and in the store.
+
+    These include the steps after which it was stopped. Later checkpoints may have replaced the files of earlier ones.
+    """
+    paths = plan.locate()
+    finished = journal.find_finished_units(journal.read_records(paths.journal))
+    stored = {folder.name for folder in paths.store.glob(f"{CHECKPOINT}.*.*")}
+    parts = [name.split(".") for name in (*stored, *(record.unit for record in finished.values()))]
+    steps = {int(number) for kind, number, *_ in parts if kind == CHECKPOINT and number.isdecimal()}
+    units = [_make_checkpoint(checkpoint, step) for step in sorted(steps)]
+    return [unit.work for unit in units if unit.fingerprint in finished or unit.stored_name in stored]
 
 
 def _describe_files(unit: Unit[int], folder: Path, _: Context | None = None) -> Result:
