@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from itertools import product
 from pathlib import Path
@@ -58,6 +59,16 @@ def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
     result = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
     assert result.exception is None, result.exception
     return result
+
+
+def test_the_next_command_has_the_statistics_that_it_needs(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    for number, option in enumerate((("--imatrix", imatrix), ("--statistics", imatrix.parent))):
+        output = tmp_path / str(number)
+        done = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", *option)
+        (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+        words = shlex.split(line)[2:]
+        assert words[-2] == option[0] and words[0] == "verify"
+        assert run_in_process(*words).exit_code == 0
 
 
 def refused(done: Result, code: int, *words: str) -> None:

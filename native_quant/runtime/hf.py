@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.reprs import write_repr
 from ktconvert.layouts.sources.config import QUANT_METHOD
-from ktconvert.layouts.tensors import format_ranges
+from ktconvert.layouts.tensors import format_ranges, name_layers
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.arguments import check_calls, require_integer, require_one_of, require_path
@@ -213,13 +213,15 @@ class KTConvertQuantizer(HfQuantizer):
         layers = {module.layer for module in modules}
         unused = sorted({*source.layers} - layers)
         if unused and not self._for_images:
-            problem = f"has experts of layer {format_ranges(unused)}, which {model_class} lacks and which are not used"
+            problem = (
+                f"has experts of {name_layers(format_ranges(unused))}, which {model_class} lacks and which are not used"
+            )
             warnings.warn(f"{root}: {problem}; check that it was converted from this model", stacklevel=2)
         missing = sorted(layers.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
-            problem = f"has no experts of layer {format_ranges(missing)}, but {model_class} has"
-            raise UnsupportedError(f"{root}: {problem}; convert all layers")
+            problem = f"has no experts of {name_layers(format_ranges(missing))}, but {model_class} has"
+            raise UnsupportedError(f"{root}: {problem}; give experts of all layers of this model")
         loaded: dict[int, KTExperts] = {}
         options: Any = {name: getattr(settings, name) for name in ("exact", "activations", "memory")}
         options["pool"] = get_shared_pool(settings.threads)

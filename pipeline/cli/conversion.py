@@ -14,6 +14,8 @@ from typing import Any
 from ktconvert.layouts.errors import ResourceError, UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
+from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
@@ -33,6 +35,7 @@ from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
     CalibrateOptions,
+    CpuOptions,
     QuantizationOptions,
     ResumeOptions,
 )
@@ -255,6 +258,17 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
     run_plans(plans, reporter, options.workers, worker_threads, share, trust_store=options.existing.trust_store)
 
 
+def _name_next_command(plan: Plan) -> str:
+    """Return the command to run after a plan, with the input statistics that it needs."""
+    options = plan.options
+    paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
+    text = NEXT[options.command].format(**paths)
+    if isinstance(options, CpuOptions) and {SecondMoments.manifest_key, Imatrix.manifest_key} & {*plan.facts}:
+        for flag, path in (("--imatrix", options.importance.imatrix), ("--statistics", options.importance.statistics)):
+            text += "" if path is None else f" {flag} {shlex.quote(str(path))}"
+    return text
+
+
 def resume_conversion(options: ResumeOptions) -> None:
     """Finish an interrupted conversion or training, or with --dry-run print the remaining work."""
     reporter = options.reporting.reporter
@@ -394,9 +408,7 @@ def run_plans(
             threads=threads,
         )
     for plan in plans if has_worked else ():
-        options = plan.options
-        paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
-        reporter.say(f"next: {NEXT[options.command].format(**paths)}")
+        reporter.say(f"next: {_name_next_command(plan)}")
     if has_worked and not reporter.json_events:
         _report_serving(plans, reporter)
 

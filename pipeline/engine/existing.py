@@ -181,7 +181,7 @@ def require_files(output: Path, finished: Manifest) -> None:
     """Raise VerificationError if a file of a finished output is missing, or has a different size."""
     if damaged := _find_damaged_files(output, finished):
         problem = f"is finished, but {damaged[0]} is missing or has a different size"
-        raise VerificationError(f"{output} {problem}; write it again with --overwrite.")
+        raise VerificationError(f"{output} {problem}; repeat the command that wrote it, with --overwrite.")
 
 
 def _find_damaged_files(output: Path, finished: Manifest) -> list[str]:
