@@ -26,7 +26,7 @@ from ktconvert.layouts.outputs import (
 from ktconvert.layouts.outputs.format import choose_count, require_legal
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources.source import TensorSource
-from ktconvert.layouts.tensors import format_ranges, name_layers
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
@@ -292,7 +292,7 @@ def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -
     notes = list(model.notes)
     skipped = [layer for layer in model.layers if layer not in layers]
     if skipped and options.kept_layers is None:
-        notes.append(f"skipped because of --layers or --resume-layer: {name_layers(format_ranges(skipped))}")
+        notes.append(f"layers {format_ranges(skipped)} are skipped because of --layers or --resume-layer")
     if options.kept_layers:
         notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
     if model.source.container.experts_only and not model.source.has_config:
