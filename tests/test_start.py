@@ -51,9 +51,9 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
         process.kill()
         os.close(writer)
     assert process.returncode == (130 if number == signal.SIGINT else -number), text
-    before = " before the output was begun; run the same command again" if command == "cpu" else ""
-    stopped = f"interrupted{before}" if number == signal.SIGINT else "stopped by SIGTERM; run the same command again"
-    assert text.strip() == f"ktconvert: {stopped}."
+    before = " before the output was begun" if command == "cpu" else ""
+    stopped = f"interrupted{before}" if number == signal.SIGINT else "stopped by SIGTERM"
+    assert text.strip() == f"ktconvert: {stopped}; run the same command again."
 
 
 @pytest.mark.parametrize(
