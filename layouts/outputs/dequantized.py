@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ktconvert.layouts.checkpoints.adapter import MERGE
 from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_quantization
 from ktconvert.layouts.sources import config as cfg
 
 COMMAND = "dequantize"
-MERGE_ADAPTER = "merge-adapter"
-COMMANDS = (COMMAND, MERGE_ADAPTER, "fetch")
+COMMANDS = (COMMAND, MERGE, "fetch")
 METHOD = "BF16"
 FETCHED = "as released"
 VERSION = 1

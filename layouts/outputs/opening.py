@@ -183,15 +183,15 @@ def _read_output(
             return None
 
     headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
-    for error in damaged.values():
-        if error.remedy == PERMISSION:
-            raise error
     names = _find_names(candidates, (entry.name for header in headers.values() for entry in header.entries))
     names = names or next(iter(candidates))
     methods = tuple(fmt.name for fmt in candidates[names])
     is_whole_model = all(fmt.arrangement.is_whole_model for fmt in candidates[names][:1])
     config = read_if_readable("config.json", lambda path: read_config(path.parent)) or {}
     weight_map, total_size = read_if_readable(INDEX, read_index) or (None, None)
+    for error in damaged.values():
+        if error.remedy == PERMISSION:
+            raise error
     output = Output(root, is_loose, methods, names, is_whole_model, record, config, weight_map, total_size, shards)
     output.damaged.update((name, f"{name}: {error.problem}") for name, error in damaged.items())
     output.headers.update(headers)

@@ -27,7 +27,7 @@ def find_config_file() -> Path | None:
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     is_absolute = folder.startswith("/")  # the XDG specification says to ignore others
     path = f"{folder}/ktconvert/config.toml" if is_absolute else os.path.expanduser(SHOWN_PATH)  # noqa: PTH111
-    return Path(path) if os.path.isfile(path) else None  # noqa: PTH113  # pathlib raises errors for unreadable homes
+    return Path(path) if os.path.exists(path) else None  # noqa: PTH110  # pathlib raises errors for unreadable homes
 
 
 def read_defaults(command: str, cls: type[Options], parent: click.Context) -> dict[str, Any]:

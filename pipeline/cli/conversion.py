@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,8 +13,6 @@ from typing import Any
 from ktconvert.layouts.errors import ResourceError, UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
-from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
@@ -35,7 +32,6 @@ from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
     CalibrateOptions,
-    CpuOptions,
     QuantizationOptions,
     ResumeOptions,
 )
@@ -45,19 +41,6 @@ from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.report.progress import Reporter
 
 IGNORED = "is accepted for compatibility with kt-kernel and has no effect"
-
-VERIFY = "ktconvert verify {output}"
-# Command -> the command to run next
-NEXT = {
-    "cpu": f"{VERIFY} --against {{input}}",
-    "gpu": f"{VERIFY} --against {{input}}",
-    "dequantize": f"{VERIFY} --against {{input}}",
-    "fetch": VERIFY,
-    "merge": VERIFY,
-    "merge-adapter": VERIFY,
-    "resplit": VERIFY,
-    "calibrate": "ktconvert cpu {input} OUT --scale imatrix --statistics {output}",
-}
 
 
 @command("cpu", CONVERSION_OPTIONS["cpu"])
@@ -258,17 +241,6 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
     run_plans(plans, reporter, options.workers, worker_threads, share, trust_store=options.existing.trust_store)
 
 
-def _name_next_command(plan: Plan) -> str:
-    """Return the command to run after a plan, with the input statistics that it needs."""
-    options = plan.options
-    paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
-    text = NEXT[options.command].format(**paths)
-    if isinstance(options, CpuOptions) and {SecondMoments.manifest_key, Imatrix.manifest_key} & {*plan.facts}:
-        for flag, path in (("--imatrix", options.importance.imatrix), ("--statistics", options.importance.statistics)):
-            text += "" if path is None else f" {flag} {shlex.quote(str(path))}"
-    return text
-
-
 def resume_conversion(options: ResumeOptions) -> None:
     """Finish an interrupted conversion or training, or with --dry-run print the remaining work."""
     reporter = options.reporting.reporter
@@ -280,7 +252,7 @@ def resume_conversion(options: ResumeOptions) -> None:
             require_files(options.output, finished)
             if not options.dry_run:
                 remove_work_directory(paths)
-            return report_nothing_to_do(options.output, reporter, compared=False)
+            return report_nothing_to_do(options.output, reporter)
         if not options.output.exists():
             raise absent_path(options.output)
         require_no_work_directory(options.output)
@@ -408,7 +380,7 @@ def run_plans(
             threads=threads,
         )
     for plan in plans if has_worked else ():
-        reporter.say(f"next: {_name_next_command(plan)}")
+        reporter.say(f"next: {plan.next_command}")
     if has_worked and not reporter.json_events:
         _report_serving(plans, reporter)
 

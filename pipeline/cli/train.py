@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 import click
 
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -52,7 +50,7 @@ def start(options: TrainOptions) -> None:
     require_writable_output(plan, existing.overwrite)
     if is_finished(plan, existing.overwrite) and not options.dry_run:
         remove_work_directory(plan.locate())
-        return report_nothing_to_do(options.output, reporter)
+        return report_nothing_to_do(options.output, reporter, plan)
     predict_states(plan, plan.locate(), existing.overwrite)
     memory = trainer.estimate_memory(options, choice)
     reporter.event("memory", bytes=memory)
@@ -69,7 +67,5 @@ def start(options: TrainOptions) -> None:
         commands.remove_lock(plan.locate(), reporter)
     reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
     if not fine_tuning.train(plan, options, choice, data, reporter):
-        return report_nothing_to_do(options.output, reporter)
-    weights = [] if options.cpu_weights is None else ["--cpu-weights", str(options.cpu_weights)]
-    use = ["ktconvert", "run", options.input, *weights, "--adapter", str(options.output), "--prompt", "Hello"]
-    reporter.say(f"next: {shlex.join(use)}")
+        return report_nothing_to_do(options.output, reporter, plan)
+    reporter.say(f"next: {plan.next_command}")

@@ -74,7 +74,7 @@ def execute_plans(
     for plan, done in zip(plans, finished, strict=True):
         if done:
             remove_work_directory(plan.locate())
-            existing.report_nothing_to_do(plan.options.output, reporter)
+            existing.report_nothing_to_do(plan.options.output, reporter, plan)
     if executor is None:  # workers prepare what they make
         for plan in unfinished:
             _prepare_stages(plan, reporter, overwrite)
@@ -84,7 +84,7 @@ def execute_plans(
         for plan, workdir in locked:
             if _is_finished(plan, overwrite):  # the process that had the lock before has finished it
                 workdir.remove()
-                existing.report_nothing_to_do(plan.options.output, reporter)
+                existing.report_nothing_to_do(plan.options.output, reporter, plan)
             else:
                 workdirs.append((plan, workdir))
         if not workdirs:

@@ -26,8 +26,7 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
 IGNORED_NAMES = {WORK_FOLDER, "lost+found"}
-# Commands whose outputs `verify --against` compares with their source
-COMPARABLE = ("cpu", "gpu", "dequantize", "merge", "resplit")
+SAME = "made with these options, from files with the names, sizes and headers of this input"
 MAX_NAMED = 5  # files to name in a message
 
 
@@ -215,17 +214,14 @@ def require_replaceable(plan: Plan) -> None:
             raise OutputError(f"{replaced.folder}: {problem}; {remedy}, or add --delete-others.")
 
 
-def report_nothing_to_do(output: Path, reporter: Reporter, *, compared: bool = True) -> None:
+def report_nothing_to_do(output: Path, reporter: Reporter, plan: Plan | None = None) -> None:
     """Report that an output is finished.
 
-    compared  whether its manifest was compared with a plan
+    plan  the plan with which its manifest was compared; None if it was not
     """
-    found = "made with these options, from files with the names, sizes and headers of this input"
-    record = manifest.read_manifest(output)
-    if record is not None and record.command in COMPARABLE:
-        found += f"; `ktconvert verify {output} --against MODEL` compares the weights"
     reporter.event("finished", output=str(output), nothing_to_do=True)
-    reporter.say(f"{output} is finished: nothing to do" + (f" ({found})" if compared else ""))
+    comparison = "" if plan is None else f" ({SAME}); next: {plan.next_command}"
+    reporter.say(f"{output} is finished: nothing to do{comparison}")
 
 
 def _require_no_clash(plan: Plan) -> None:

@@ -80,7 +80,7 @@ def make_share(
     require_independent_units(plan)
     require_writable_output(plan, overwrite)
     if is_finished(plan, overwrite):
-        report_nothing_to_do(plan.options.output, reporter)
+        report_nothing_to_do(plan.options.output, reporter, plan)
         return
     plan.hooks.require_ready()
     paths = plan.locate()

@@ -130,6 +130,7 @@ class Plan:
     kept_folders  folders that were in the output before and stay as they are; None if the output must not contain any
     read_once     whether the command reads its input completely at the beginning, so that it may change afterwards
     download      the download of an input that is fetched while it is needed; None for local files
+    next_command  the command to run once the output is finished; empty if there is none
     """
 
     options: OutputOptions
@@ -148,6 +149,7 @@ class Plan:
     side_output: SideOutput | None = field(default=None, repr=False)
     read_once: bool = field(default=False, repr=False)
     download: Download | None = field(default=None, repr=False)
+    next_command: str = field(default="", repr=False)
 
     def locate(self) -> Paths:
         """Return the paths of the work directory for this plan."""

@@ -40,6 +40,7 @@ CORE_CONVERSION = 0.6e9  # bytes of the source that a core converts
 DISK_RATE = 1e9  # bytes that a disk reads or writes
 USUAL_CONTEXT = 32768  # tokens of a sequence
 SIMILAR_SPEED, SIMILAR_LOSS = 1.05, 1.25  # ratios of values that count as equal
+CONVERSION_GAIN = 1.25  # least ratio of speeds that is worth a conversion, with its time and disk
 NO_LOSS = 0.001  # nats; arithmetic alone causes 0.0002 to 0.0006
 
 
@@ -358,7 +359,9 @@ def list_choices(shape: ModelShape, machine: Machine, use: Use) -> list[Choice]:
     """Return all choices, the preferred first; those that do not fit come last."""
     predictor = Predictor(shape, machine, use)
     choices = [predictor.predict(form, rest) for form in shape.forms for rest in shape.rests]
-    speeds = _rank_values([1 / choice.tokens_per_second for choice in choices], SIMILAR_SPEED)
+    gain = CONVERSION_GAIN if use.prefer == QUALITY else 1.0
+    times = [(gain if choice.form.disk else 1) / choice.tokens_per_second for choice in choices]
+    speeds = _rank_values(times, SIMILAR_SPEED)
     losses = _rank_values([max(choice.loss, NO_LOSS) for choice in choices], SIMILAR_LOSS)
 
     def rank(number: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.manifest import NAME as MANIFEST
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs.opening import TRAIN, is_output, require_checkpoint
+from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute_plans
@@ -47,6 +50,19 @@ from ktconvert.pipeline.report.text import plural
 
 AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 
+VERIFY = "ktconvert verify {output}"
+# Command -> the command to run next
+NEXT = {
+    "cpu": f"{VERIFY} --against {{input}}",
+    "gpu": f"{VERIFY} --against {{input}}",
+    "dequantize": f"{VERIFY} --against {{input}}",
+    "fetch": VERIFY,
+    "merge": VERIFY,
+    "merge-adapter": VERIFY,
+    "resplit": VERIFY,
+    "calibrate": "ktconvert cpu {input} OUT --scale imatrix --statistics {output}",
+    "train": "ktconvert run {input}{cpu_weights} --adapter {output} --prompt Hello",
+}
 # Commands for which --verify-inputs hashes the shards of the input
 HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOptions)
 
@@ -166,7 +182,26 @@ def build_output_plan(options: Any, reporter: Reporter | None = None) -> Plan:
     if reporter is not None and not options.dry_run and options.verify_inputs and isinstance(options, HASHING):
         files = _add_hashes(files, plan.options.execution.thread_count, reporter.report_hash)
     stages = plan.stages if plan.download is None else tuple(map(plan.download.fetch_before, plan.stages))
-    return replace(plan, files=files, stages=compare_inputs(files, stages))
+    stages = compare_inputs(files, stages)
+    return replace(plan, files=files, stages=stages, next_command=_name_next_command(plan))
+
+
+def _name_next_command(plan: Plan) -> str:
+    """Return the command to run after a plan, with the input statistics that it needs."""
+    options = plan.options
+    text = NEXT[options.command].format(
+        output=shlex.quote(str(options.output)),
+        input=shlex.quote(options.input),
+        cpu_weights=_name_cpu_weights(options) if isinstance(options, TrainOptions) else "",
+    )
+    if isinstance(options, CpuOptions) and {SecondMoments.manifest_key, Imatrix.manifest_key} & {*plan.facts}:
+        for flag, path in (("--imatrix", options.importance.imatrix), ("--statistics", options.importance.statistics)):
+            text += "" if path is None else f" {flag} {shlex.quote(str(path))}"
+    return text
+
+
+def _name_cpu_weights(options: TrainOptions) -> str:
+    return "" if options.cpu_weights is None else f" --cpu-weights {shlex.quote(str(options.cpu_weights))}"
 
 
 _hashes: dict[tuple[Path, int, int], str] = {}  # (path, size, ctime) -> sha256; programs cannot set ctime

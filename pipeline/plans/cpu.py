@@ -26,7 +26,7 @@ from ktconvert.layouts.outputs import (
 from ktconvert.layouts.outputs.format import choose_count, require_legal
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources.source import TensorSource
-from ktconvert.layouts.tensors import format_ranges
+from ktconvert.layouts.tensors import format_ranges, name_layers
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
@@ -175,7 +175,7 @@ def _choose_format(options: CpuOptions) -> Format:
     backward = options.save_backward_weights
     formats = formats_by_option("cpu", options.layout)
     if method in UNSUPPORTED_METHODS and method not in formats:
-        supported = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
+        supported = ", ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
         raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; supported: {supported}.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
@@ -292,9 +292,9 @@ def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -
     notes = list(model.notes)
     skipped = [layer for layer in model.layers if layer not in layers]
     if skipped and options.kept_layers is None:
-        notes.append(f"layers {format_ranges(skipped)} are skipped because of --layers or --resume-layer")
+        notes.append(f"skipped because of --layers or --resume-layer: {name_layers(format_ranges(skipped))}")
     if options.kept_layers:
-        notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
+        notes.append(f"already in the output, and kept: {name_layers(format_ranges(options.kept_layers))}")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
             f"the output has no config.json and no tokenizer, because a {model.source.container.title} has none; "

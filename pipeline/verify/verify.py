@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.adapter import MERGE
 from ktconvert.layouts.errors import UsageError, VerificationError
 from ktconvert.layouts.files.manifest import NAME as MANIFEST
 from ktconvert.layouts.outputs import cards, dequantized
@@ -147,7 +148,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not is_readable:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
-    elif source is not None and output.manifest is not None and output.manifest.command == dequantized.MERGE_ADAPTER:
+    elif source is not None and output.manifest is not None and output.manifest.command == MERGE:
         report.remarks.append(f"not compared with {options.against}, to whose weights an adapter was added")
     elif source is not None:
         differs = False

@@ -79,31 +79,17 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
     for (int64_t j = 0; j < columns; j += 32) kt_store(out + j, kt_load(a + j));
 }
 
-/* Defines the functions of the tables for 1 .. KT_FEW tokens from two inline functions, which take the number of tokens
-   first: part_few(tokens, part, a, c) for a part of a tile, and block as in kt_block_fn. Each function begins on a
-   cache line: at other addresses, block of AVX-VNNI and INT8 took 3 to 7 % longer (Emerald Rapids). */
-#define KT_ON_A_LINE __attribute__((aligned(64)))
-#define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                         \
-    TARGET KT_ON_A_LINE static void few_##N(int64_t panels, const uint8_t *const *tiles, int64_t columns,              \
-                                            const int8_t *a, int32_t *const *c) {                                      \
-        for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                          \
-            for (int part = 0; part < PARTS; part++)                                                                   \
-                for (int64_t s = 0; s < panels; s++)                                                                   \
-                    part_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES + part * KT_HALF_BYTES, a + j,           \
-                             c[s] + part * KT_HALF_ROWS);                                                              \
-    }
+/* Defines the functions of both tables: few, and block from an inline function as in kt_block_fn, which takes the number
+   of tokens first. */
 #define KT_DEFINE_BLOCK(N, TARGET)                                                                                     \
     TARGET KT_ON_A_LINE static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,      \
                                               const uint8_t *prefetch, int64_t step) {                                 \
         block(N, codes, columns, a, c, prefetch, step);                                                                \
     }
 #define KT_DEFINE_ALL(TARGET, TILE_COLUMNS)                                                                            \
-    KT_DEFINE_FEW(1, TARGET, TILE_COLUMNS)                                                                             \
-    KT_DEFINE_FEW(2, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(3, TARGET, TILE_COLUMNS)                                      \
-        KT_DEFINE_FEW(4, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(5, TARGET, TILE_COLUMNS)                                  \
-            KT_DEFINE_FEW(6, TARGET, TILE_COLUMNS) KT_DEFINE_BLOCK(1, TARGET) KT_DEFINE_BLOCK(2, TARGET)               \
-                KT_DEFINE_BLOCK(3, TARGET) KT_DEFINE_BLOCK(4, TARGET) KT_DEFINE_BLOCK(5, TARGET)                       \
-                    KT_DEFINE_BLOCK(6, TARGET)
-#define KT_ALL(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6}
+    KT_DEFINE_ALL_FEW(TARGET, TILE_COLUMNS)                                                                            \
+    KT_DEFINE_BLOCK(1, TARGET)                                                                                         \
+    KT_DEFINE_BLOCK(2, TARGET) KT_DEFINE_BLOCK(3, TARGET) KT_DEFINE_BLOCK(4, TARGET) KT_DEFINE_BLOCK(5, TARGET)        \
+        KT_DEFINE_BLOCK(6, TARGET)
 
 #endif

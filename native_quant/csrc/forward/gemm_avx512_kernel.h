@@ -22,7 +22,6 @@
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
-#include "gemm_avx2.h"
 #include "gemm_avx512.h"
 #include "gemm_steps.h"
 
@@ -313,8 +312,7 @@ KT_INLINE TARGET void part_few(int tokens, const uint8_t *tile, const int8_t *a,
     }
 }
 
-#define DEFINE_FEW(T) KT_DEFINE_FEW(T, TARGET, TILE_COLUMNS)
-DEFINE_FEW(1) DEFINE_FEW(2) DEFINE_FEW(3) DEFINE_FEW(4) DEFINE_FEW(5) DEFINE_FEW(6)
+KT_DEFINE_ALL_FEW(TARGET, TILE_COLUMNS)
 static kt_few_fn *const few[KT_FEW] = KT_ALL(few);
 
 static inline int is_read_in_order(const kt_gemm *job) {
