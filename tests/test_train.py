@@ -362,7 +362,7 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     assert finished in cli("resume", adapter).stderr
     found = "made with these options, from files with the names, sizes and headers of this input"
     following = f"next: ktconvert run {example} --cpu-weights {int8} --adapter {adapter} --prompt Hello"
-    assert cli(*order).stderr.endswith(f"{finished} ({found}); {following}\n")
+    assert cli(*order).stderr.endswith(f"{shorten_paths(f'{finished} ({found}); {following}')}\n")
     tuned = tree(adapter)
     evaluate = ("--text", text, "--sequence-length", 64, "--json")
     found = json.loads(cli("eval", example, "--cpu-weights", int8, "--adapter", adapter, *evaluate).stdout)
