@@ -63,6 +63,10 @@ def test_each_of_several_outputs_can_be_resumed(five_layers, tmp_path):
     assert process.returncode == 130, stderr
     assert " and ".join(f"`ktconvert resume {output}`" for output in outputs) in stderr
     assert conversion.names(tmp_path) == ["out-int4.work", "out-mxfp4.work"]
+    refused = conversion.ktconvert("resume", tmp_path / "out")
+    assert (
+        refused.returncode == 5 and " and ".join(f"`ktconvert resume {output}`" for output in outputs) in refused.stderr
+    )
     for output in outputs:
         result = conversion.ktconvert("resume", output)
         assert result.returncode == 0, result.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shlex
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +29,7 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.loop import Interrupted
-from ktconvert.pipeline.engine.paths import locate, require_no_work_directory
+from ktconvert.pipeline.engine.paths import WORK_SUFFIX, locate, require_no_work_directory
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
@@ -254,7 +256,7 @@ def resume_conversion(options: ResumeOptions) -> None:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter)
         if not options.output.exists():
-            raise absent_path(options.output)
+            raise absent_path(options.output, _suggest_outputs(options.output))
         require_no_work_directory(options.output)
         remedy = f"start one with `ktconvert {'`, `'.join(CONVERSION_OPTIONS)}` or `train`"
         raise bad_file(options.output, "not an unfinished conversion", remedy)
@@ -285,6 +287,14 @@ def resume_conversion(options: ResumeOptions) -> None:
         require_all_shares(plan, paths)
         trust_store = options.earlier_run.trust_store
         run_plans([plan], reporter, options.workers, execution.threads, trust_store=trust_store)
+
+
+def _suggest_outputs(output: Path) -> str:
+    """Return the remedy for a path to resume that does not exist: it may stand for the outputs of several methods."""
+    pattern = f"{glob.escape(output.name)}-*{WORK_SUFFIX}"
+    names = [path.with_name(path.name.removesuffix(WORK_SUFFIX)) for path in sorted(output.parent.glob(pattern))]
+    commands = [f"`ktconvert resume {shlex.quote(str(name))}`" for name in names if locate(name).plan.exists()]
+    return f"run {' and '.join(commands)}" if commands else "check the path"
 
 
 def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
