@@ -174,6 +174,17 @@ def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
+@pytest.mark.parametrize("command", [("calibrate",), ("cpu", "--scale", "gptq"), ("gpu",)])
+def test_samples_are_cut_at_the_context(command: tuple[str, ...], servers: Any, tmp_path: Path, example: Path) -> None:
+    dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60,))
+    name, *options = command
+    words = [name, example, tmp_path / "out", *options, "--dataset", dataset, "--sequence-length", 99999, "--force-cpu"]
+    result = servers.run([*words, "--dry-run", "-v"], tmp_path / "log")
+    assert result.returncode == 0, result.stderr
+    note = "samples are cut at 1024 tokens, the context of the model (max_position_embeddings), not at 99999"
+    assert note in result.stderr
+
+
 @pytest.mark.long  # sums are those of hooks in each run; this adds that llama.cpp means the same by them
 def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """Both read the same text in the same chunks of 512 tokens; llama.cpp drops a partial last chunk.

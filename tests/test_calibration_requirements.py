@@ -9,15 +9,18 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.calibration.requirements import (
     CARDS,
-    GPTQ_REMEDIES,
     CalibrationShape,
     describe_footprint,
     estimate_footprint,
+    list_remedies,
     max_gpu_memory,
     read_shape,
 )
 from ktconvert.pipeline.models.pretrained import LIBRARIES
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
+from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.option_groups import Samples
+from ktconvert.pipeline.plans.commands import make_options
 
 # 512 samples of 2048 tokens. `other_bytes` counts attention with a shared expert or, in DeepSeek, with the dense MLP of
 # the first layers.
@@ -99,19 +102,44 @@ def test_advice_names_sizes_and_remedies_for_small_cards() -> None:
     large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
     assert estimate_footprint(large).scores == 80 << 30
     assert [max_gpu_memory(card, estimate_footprint(large)) for card in CARDS] == [None, None, None]
-    lines = describe_footprint(large)
-    assert "cards of 24 GiB, 48 GiB, 80 GiB are too small" in lines[-1] and lines[-1].endswith(GPTQ_REMEDIES)
+    lines = describe_footprint(large, "Use less.")
+    assert lines[-1] == "cards of 24 GiB, 48 GiB, 80 GiB are too small. Use less."
     assert "--max-gpu-memory" not in lines[-2]
-    lines = describe_footprint(replace(DEEPSEEK, on_gpu=True))
+    lines = describe_footprint(replace(DEEPSEEK, on_gpu=True), "")
     assert "512 samples of 2048 tokens are 14.0 GiB" in lines[0]  # 15.03 GB
     assert "21.0 GiB in BF16 and are processed 8 at a time" in lines[1]
     assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in lines[1]
     assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in lines[3]
-    assert describe_footprint(DEEPSEEK)[2].startswith("on a GPU it would need")
+    assert describe_footprint(DEEPSEEK, "")[2].startswith("on a GPU it would need")
     assert (
         "for each expert, that of down"
-        in describe_footprint(replace(DEEPSEEK, calibrate="routed", experts_at_once=1))[1]
+        in describe_footprint(replace(DEEPSEEK, calibrate="routed", experts_at_once=1), "")[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "device", "samples", "expected"),
+    [
+        ("calibrate", "cpu", 1, "shorter sequences (--sequence-length 50)"),
+        (
+            "calibrate",
+            "cpu",
+            9,
+            "fewer samples (--num-calibration-samples 4); shorter sequences (--sequence-length 50)",
+        ),
+        ("cpu", "cpu", 1, "--scale mse, which needs no calibration; shorter sequences (--sequence-length 50)"),
+        (
+            *("gpu", "cuda", 1),
+            "--quant-method RTN, which needs no calibration; shorter sequences (--sequence-length 50); "
+            "--force-cpu, if the GPU is too small",
+        ),
+    ],
+)
+def test_remedies_fit_the_command_and_its_options(command: str, device: str, samples: int, expected: str) -> None:
+    options = make_options(command, input="a", output="b", num_calibration_samples=samples, sequence_length=100)
+    assert isinstance(options, QuantizationOptions | CalibrateOptions)
+    remedies = list_remedies(with_values(options, machine={"device_type": device}))
+    assert remedies == f"To need less memory, in this order: {expected}."
 
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])

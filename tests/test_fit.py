@@ -565,6 +565,11 @@ def test_a_model_that_does_not_exist_is_explained(name):
     conversion.check_refusal(conversion.ktconvert("fit", name, *LARGE), 5, f"{name}: does not exist; check the path")
 
 
+def test_urls_of_unknown_protocols_are_named_as_they_were_given():
+    for url in ("hf://org/name", "file:///models/name"):
+        conversion.check_refusal(conversion.ktconvert("inspect", url), 5, f"{url.replace('///', '//')}: is a URL that")
+
+
 def test_one_file_of_a_checkpoint_is_refused():
     """No printed command could serve it."""
     done = conversion.ktconvert("fit", str(EXAMPLE / "model.safetensors"), *LARGE, "--vram", "0")

@@ -108,6 +108,11 @@ def test_backward_weights_equal_those_of_mse(source, imatrix, tmp_path):
         np.testing.assert_array_equal(ours.read(ours.tensors[key]), theirs.read(theirs.tensors[key]))
 
 
+def test_a_folder_without_statistics_is_refused(source: Path, tmp_path: Path) -> None:
+    done = conversion.ktconvert("cpu", source, tmp_path / "out", "--scale", "imatrix", "--statistics", source)
+    conversion.check_refusal(done, 5, f"{source}: has no statistics of a model's experts (statistics.json); run `ktc")
+
+
 def test_the_statistics_are_recorded(source, imatrix, output, tmp_path):
     digest, path = hashlib.sha256(imatrix.read_bytes()).hexdigest(), tmp_path / "a"
     same = statistics(tmp_path / "same.gguf")  # the same content elsewhere: the same output

@@ -526,7 +526,9 @@ def test_a_stopped_training_continues_from_its_last_step(servers, example, int8,
         return max(int(folder.name.split(".")[1]) for folder in locate(output).store.iterdir())
 
     first = stop_at(3, *words, "-o", output)
+    assert read_status(output)["units"] == 6 + 2  # with the checkpoint of the stop, and the adapter
     second = stop_at(33, "resume", output)
+    assert read_status(output)["units"] == 6 + 3
     assert 3 <= first < 33 <= second < 60
     assert not [*locate(output).store.glob(f"checkpoint.{first}.*")]
     result = servers.run(["resume", output], tmp_path / "said")
@@ -583,6 +585,13 @@ def test_a_full_disk_is_reported_in_one_sentence(call, servers, begun, tmp_path)
     if call == 4:
         assert servers.run(["resume", output, "-q"], tmp_path / "said").returncode == 0
         assert conversion.find_differences(tree(output), tree(whole)) == []
+
+
+def test_sequences_longer_than_the_context_are_refused(cli, example, int8, text, tmp_path):
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, "-o", tmp_path / "out")
+    for options in (("--dry-run",), ()):
+        refused = cli(*words, "--sequence-length", 1025, *options, code=2).stderr
+        assert refused.startswith("ktconvert: --sequence-length 1025: the context of the model is 1024 tokens")
 
 
 def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):

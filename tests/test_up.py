@@ -232,6 +232,13 @@ def test_what_cannot_be_served_is_explained(model, options, code, text, tmp_path
     assert not (tmp_path / "server").exists()
 
 
+def test_a_file_as_the_output_is_refused(tmp_path):
+    (tmp_path / "file").write_text("text")
+    for options in (("--yes",), ("--dry-run",)):
+        done = up(EXAMPLE, tmp_path / "file", *OPTIONS, *options)
+        conversion.check_refusal(done, 7, f"{tmp_path / 'file'} is a file or a broken link; give a directory")
+
+
 def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
     folder = tmp_path / "server"
     (folder / "small-AMXINT4").mkdir(parents=True)

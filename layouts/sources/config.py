@@ -16,7 +16,8 @@ TOPK = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"),
     *("top_k_experts", "experts_per_token", "moe_k", "ffn_config.moe_top_k"),
 )
-USUAL_TOPK = 8
+USUAL_TOPK, ASSUMED = 8, "assumed; not in config.json"
+CONTEXT_LENGTH = "max_position_embeddings"  # key of the size of a model's context
 # Keys of dimensions and of numbers of layers. Values up to WIDE and DEEP cost no time; larger ones are compared with
 # the stored tensors. Packed words hold up to 8 values, and gate and up may be one tensor.
 SIZE = re.compile(r"(^|_)(size|dim|heads|layers|experts|rank|depth)$")
@@ -81,7 +82,7 @@ def find_experts_per_token(config: dict[str, Any], layer: int, experts: int) -> 
     recorded = find_valid_number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
-    return min(USUAL_TOPK, experts), "assumed; not in config.json"
+    return min(USUAL_TOPK, experts), ASSUMED
 
 
 def explain_experts_per_token(config: dict[str, Any], experts: int) -> str | None:

@@ -27,6 +27,7 @@ from ktconvert.layouts.sources.retries import explain_certificate
 
 PACKAGE = "huggingface_hub"  # of the extra [hub]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OTHER_URL = re.compile(r"([a-z][a-z0-9+.-]*):/+(.*)")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LOADED = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken")  # companions that loaders may read
@@ -76,6 +77,9 @@ def absent_model(text: str) -> InputError:
     """Return the error for a model that is neither an existing path nor a hub id."""
     if read_dangling_link(text) is not None:
         return absent_path(text)
+    if (url := OTHER_URL.fullmatch(text)) is not None:  # pathlib drops a slash
+        remedy = "download its files, or give s3://, gs://, https:// or http:// to a command that reads them"
+        return InputError("is a URL that cannot be read here", remedy, path=f"{url[1]}://{url[2]}")
     remedy = "check the path, or give a hub id such as org/name"
     return InputError(f"does not exist{suggest_path(text)}", remedy, path=text)
 

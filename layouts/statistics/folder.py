@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, bad_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
@@ -42,6 +42,7 @@ IMATRIX = "imatrix.gguf"
 DOCUMENT = "statistics.json"
 FOLDER_VERSION = 1
 REMEDY = "write it again with `ktconvert calibrate`"
+MAKE_STATISTICS = "run `ktconvert calibrate MODEL DIR`, and give DIR here"
 
 
 # --- entries of statistics.json -------------------------------------------------------------------------------------
@@ -184,6 +185,12 @@ def read_statistics(folder: Path) -> Statistics:
         raise InputError(f"{error.filename or path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise InputError(f"{path}: invalid statistics ({error}); {REMEDY}") from error
+
+
+def require_folder(folder: Path) -> None:
+    """Raise InputError for a folder without statistics."""
+    if not any((folder / name).exists() for name in (DOCUMENT, IMATRIX)):
+        raise bad_file(folder, f"has no statistics of a model's experts ({DOCUMENT})", MAKE_STATISTICS)
 
 
 def read_related_statistics(inputs: InputStatistics | None) -> Statistics | None:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, KTConvertError, absent_path, unreadable_file
+from ktconvert.layouts.errors import InputError, KTConvertError, absent_path, bad_file, unreadable_file
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.sources.containers.safetensors import MOST_NUMBERS
 from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.statistics.expert_counts import require_tokens
-from ktconvert.layouts.statistics.folder import COUNTS, read_counts, read_folder_counts
+from ktconvert.layouts.statistics.folder import COUNTS, MAKE_STATISTICS, read_counts, read_folder_counts
 from ktconvert.native_quant.arrays import I64
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def read_any_counts(path: Path) -> I64:
             return expert_counts.read_counts_file(path / expert_counts.NAME)
         if not (path / COUNTS).exists():
             problem = f"has no counts of routed tokens ({COUNTS} or {expert_counts.NAME})"
-            remedy = "run `ktconvert calibrate MODEL DIR`, and give DIR here"
-            raise InputError(f"{path}: {problem}; {remedy}")
+            raise bad_file(path, problem, MAKE_STATISTICS)
         return read_folder_counts(path)
     if not path.exists():
         raise absent_path(path)

@@ -134,7 +134,7 @@ def most_used_in_total(counts: I64, number: int) -> Mask:
     most = int(has_experts.sum()) * counts.shape[1]
     if number > most:
         raise UsageError(f"--total {number}: all layers together have {most} experts; use at most that number.")
-    require_packages("--total", ["torch"], "torch")
+    require_packages("choosing experts of all layers together", ["torch"], "torch")
     import torch
 
     for candidates in (counts, np.where(has_experts, counts, -1)):

@@ -226,6 +226,8 @@ def verify(output: str | PathLike[str], against: str | PathLike[str] | None = No
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
+    for name in sorted(options.keys() & PRINTING):
+        raise ArgumentError(f"{name} is an option of the command line; verify returns its report and prints nothing")
     given = {"output": output, "against": against, **options}
     with use_python_names(VerifyOptions) as rename:
         settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions), list_names())

@@ -28,7 +28,7 @@ from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor
 from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer
 from ktconvert.pipeline.calibration.layered_model import LayeredModel, tensor_to_bits
 from ktconvert.pipeline.calibration.portions import LayerWorkers
-from ktconvert.pipeline.calibration.requirements import LAYER, find_model_width
+from ktconvert.pipeline.calibration.requirements import LAYER, find_model_width, list_remedies
 from ktconvert.pipeline.engine.units import Context, Portion, Result, Unit, Written
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
@@ -49,7 +49,6 @@ class Chain:
     non_experts           the checkpoint's non-expert tensors, by name
     experts_at_once       experts in memory at a time
     alternative           advice in messages about a model that cannot be calibrated
-    memory_remedies       advice in messages about too little memory
     passes_hidden_states  whether layers write hidden states for the next layer
     loaded                result of load_samples, once it was called
     """
@@ -61,7 +60,6 @@ class Chain:
     non_experts: Mapping[str, OutputTensor]
     experts_at_once: int
     alternative: str
-    memory_remedies: str
     passes_hidden_states: bool = True
     loaded: list[Ids] = field(default_factory=list)
 
@@ -215,7 +213,7 @@ def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ResourceError(
-            f"{key}: not enough memory. {chain.memory_remedies} Then resume, or start again with --overwrite."
+            f"{key}: not enough memory. {list_remedies(chain.options)} Then resume, or start again with --overwrite."
         ) from error
 
 

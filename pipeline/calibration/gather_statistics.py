@@ -25,7 +25,6 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.calibration import chain, portions
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, StatisticsSpec, TokenCounts
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
-from ktconvert.pipeline.calibration.requirements import CALIBRATE_REMEDIES
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import ChainPaths, Context, Portion, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions
@@ -328,9 +327,7 @@ def make_stage(
     non_experts, experts_at_once  as in chain.Chain
     document                      as in ClosingWork
     """
-    unit_chain = chain.Chain(
-        NAME, CHAIN_VERSION, model, options, non_experts, experts_at_once, ALTERNATIVE, CALIBRATE_REMEDIES
-    )
+    unit_chain = chain.Chain(NAME, CHAIN_VERSION, model, options, non_experts, experts_at_once, ALTERNATIVE)
     moments = options.second_moments
     units: list[Unit[Any]] = [unit_chain.make_samples_unit()]
     for unit in unit_chain.make_layer_units():

@@ -19,6 +19,7 @@ from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models.pretrained import LIBRARIES
+from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
 from ktconvert.pipeline.options.option_groups import Hardware, Samples
 from ktconvert.pipeline.report.text import size
 
@@ -47,13 +48,8 @@ CARDS = (24, 48, 80)  # GiB
 # kt-kernel's own advice for GPTQ: the largest share of a card for weights, by the smallest card size it is valid for.
 SHARES = ((48, 0.625), (0, 0.5))
 
-LESS_MEMORY = "To need less memory, in this order: "
-SHORTER = "shorter sequences (--sequence-length 1024); --force-cpu, if the GPU is too small."
-CALIBRATE_REMEDIES = f"{LESS_MEMORY}fewer samples (--num-calibration-samples 64); {SHORTER}"
-GPTQ_REMEDIES = (
-    f"{LESS_MEMORY}--quant-method RTN (gpu) or --scale mse (cpu), which need no calibration; fewer samples "
-    f"(--num-calibration-samples 256); {SHORTER}"
-)
+# Command -> option without a calibration
+ALTERNATIVES = {"gpu": "--quant-method RTN", "cpu": "--scale mse"}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -288,6 +284,20 @@ def _largest_layer_bytes(model: MoeModel) -> int:
     return max(layers.values(), default=0)
 
 
+def list_remedies(options: QuantizationOptions | CalibrateOptions) -> str:
+    """Return advice for a calibration run that needs too much memory."""
+    samples = options.samples
+    remedies = [
+        f"fewer samples (--num-calibration-samples {samples.num_calibration_samples // 2})",
+        f"shorter sequences (--sequence-length {samples.sequence_length // 2})",
+    ][samples.num_calibration_samples == 1 :]
+    if (alternative := ALTERNATIVES.get(options.command)) is not None:
+        remedies.insert(0, f"{alternative}, which needs no calibration")
+    if options.hardware.on_gpu:
+        remedies.append("--force-cpu, if the GPU is too small")
+    return f"To need less memory, in this order: {'; '.join(remedies)}."
+
+
 def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
     """Return the --max-gpu-memory for a card of card_gib GiB; None if the card is too small.
 
@@ -299,8 +309,11 @@ def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
     return f"{limit}GiB" if limit * GIB >= needed.weights else None
 
 
-def describe_footprint(shape: CalibrationShape, cards: Sequence[int] = CARDS) -> list[str]:
-    """Return sentences for the plan: the required memory and disk, and a --max-gpu-memory for each card."""
+def describe_footprint(shape: CalibrationShape, remedies: str, cards: Sequence[int] = CARDS) -> list[str]:
+    """Return sentences for the plan: the required memory and disk, and a --max-gpu-memory for each card.
+
+    remedies  result of list_remedies
+    """
     needed = estimate_footprint(shape)
     sharing = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
     run_name, matrix_name = ("GPTQ", "Hessian") if shape.quantizes else ("calibration", "sum of x xT")
@@ -326,6 +339,5 @@ def describe_footprint(shape: CalibrationShape, cards: Sequence[int] = CARDS) ->
         other_data = "activations and Hessians" if shape.quantizes else "activations"
         sentences.append(f"--max-gpu-memory: {', '.join(sufficient)}; the rest is for {other_data}")
     if too_small:
-        remedies = GPTQ_REMEDIES if shape.quantizes else CALIBRATE_REMEDIES
         sentences.append(f"cards of {', '.join(too_small)} are too small. {remedies}")
     return sentences

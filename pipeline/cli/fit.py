@@ -13,6 +13,7 @@ import click
 
 from ktconvert.layouts.errors import MissingPackageError, ResourceError, UsageError
 from ktconvert.layouts.outputs import launch
+from ktconvert.layouts.sources.config import ASSUMED
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import FitOptions, Target, UpOptions
@@ -215,6 +216,7 @@ def _make_document(model: str, shape: ModelShape, target: Machine, use: Use, cho
         "moe_layers": len(shape.experts),
         "experts": max(shape.experts),
         "experts_per_token": shape.topk,
+        "experts_per_token_from": shape.topk_from,
         "routed_bytes": shape.routed_bytes,
         "download_bytes": shape.download,
         "cache_known": bool(shape.caches),
@@ -256,9 +258,10 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
     cards = ", ".join(map(size, target["vram"])) or "none"
     bandwidth = f"{target['bandwidth'] / 1e9:.1f} GB/s"
     cache = f"{document['context']} tokens, {document['sequences']} at a time"
+    assumed = f" ({ASSUMED})" if document["experts_per_token_from"] == ASSUMED else ""
     rows = [
         ("model", f"{document['model']}: {document['moe_layers']} of {document['layers']} layers with experts"),
-        ("experts", f"{document['experts']} per layer, {document['experts_per_token']} per token"),
+        ("experts", f"{document['experts']} per layer, {document['experts_per_token']} per token{assumed}"),
         ("RAM", f"{size(target['ram'])}, {bandwidth}, NUMA nodes: {target['numa']}"),
         ("GPUs", cards + (f", {target['gpu_bandwidth'] / 1e9:.1f} GB/s" if target["vram"] else "")),
         ("disk", f"{size(target['disk'])} free"),

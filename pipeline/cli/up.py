@@ -23,6 +23,7 @@ from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import command, find_given_options
 from ktconvert.pipeline.cli.fit import choose_runtime, describe_machine, format_document, predict
+from ktconvert.pipeline.engine.existing import require_directory
 from ktconvert.pipeline.fit.steps import Step, find_stem
 from ktconvert.pipeline.models.serving.listener import open_listener
 from ktconvert.pipeline.options.declare import option_fields, to_json_value, with_values
@@ -57,6 +58,7 @@ def up(options: UpOptions) -> None:
       ktconvert up FILE.gguf --config Qwen/Qwen3-30B-A3B
     """
     folder = options.output or Path(f"{find_stem(options.model)}-server").absolute()
+    require_directory(folder)
     setup = read_setup(folder)
     is_new = setup is None
     if setup is None:

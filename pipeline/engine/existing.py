@@ -108,6 +108,12 @@ def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
     ]
 
 
+def require_directory(output: Path) -> None:
+    """Raise OutputError for an output that exists and is no directory."""
+    if os.path.lexists(output) and not output.is_dir():
+        raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
+
+
 def require_writable_output(plan: Plan, overwrite: bool) -> None:
     """Raise a KTConvertError if this plan cannot be run or resumed, because of the files at its output.
 
@@ -115,8 +121,7 @@ def require_writable_output(plan: Plan, overwrite: bool) -> None:
     """
     output = plan.options.output
     require_safe_inputs(plan)
-    if os.path.lexists(output) and not output.is_dir():
-        raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
+    require_directory(output)
     paths = locate(output)
     if not output.is_dir():
         if not paths.root.is_dir():

@@ -102,6 +102,7 @@ class ModelShape:
 
     experts       number of experts, by layer with experts
     topk          experts per token
+    topk_from     origin of that number
     layers        number of all decoder layers
     forms, rests  forms of the CPU's experts, and of the rest
     caches        cache of each decoder layer; () if the config does not describe it
@@ -115,6 +116,7 @@ class ModelShape:
 
     experts: tuple[int, ...]
     topk: int
+    topk_from: str
     layers: int
     hidden: int
     vocabulary: int

@@ -23,7 +23,6 @@ from ktconvert.pipeline.fit.estimate import BF16, KTCONVERT, ExpertForm, ModelSh
 from ktconvert.pipeline.options.option_groups import Streaming
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
-POSITIONS = ("max_position_embeddings",)
 VOCABULARY = ("vocab_size", "padded_vocab_size")
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "wte.weight", "token_embd.weight")
 GPU_FORMAT = "W4A16"
@@ -67,10 +66,10 @@ def read_shape(
     decoder_layers = model.decoder_layers
     config = source.config
     vocabulary = cfg.find_number(config, VOCABULARY)
-    positions = cfg.find_number(config, POSITIONS)
+    positions = cfg.find_number(config, (cfg.CONTEXT_LENGTH,))
     return ModelShape(
         experts,
-        cfg.find_experts_per_token(config, layers[0], max(experts))[0],
+        *cfg.find_experts_per_token(config, layers[0], max(experts)),
         decoder_layers,
         (cfg.find_number(config, ("hidden_size", "dim", "d_model")) or ("", model.shape(layers[0])[1]))[1],
         vocabulary[1] if vocabulary else 0,

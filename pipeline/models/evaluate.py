@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.options.model_options import STORED
@@ -101,10 +101,7 @@ def cut_sequences(
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
-    limit = loading.context_length(config)
-    if limit is not None and length > limit:
-        problem = f"the context of the model is {limit} tokens ({loading.CONTEXT_LENGTH})"
-        raise UsageError(f"--sequence-length {length}: {problem}; give a smaller one.")
+    loading.require_context(config, length)
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // length - skip
     if not len(ids):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine
@@ -31,7 +31,7 @@ from ktconvert.pipeline.engine.existing import is_finished, require_writable_out
 from ktconvert.pipeline.engine.loop import Interrupted, StopFlag, publish_unit, record_run, stop_at_once
 from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
-from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.pretrained import LIBRARIES
 from ktconvert.pipeline.models.trainer import (
@@ -66,8 +66,12 @@ def count_steps(options: TrainOptions, rows: int) -> int:
 
 
 def read_data(options: TrainOptions, choice: loading.ModelChoice, reporter: Reporter) -> list[Rows]:
-    """Return the sequences of --dataset and, if it is given, of --eval-dataset. Raises InputError."""
-    loading.prepare_config(choice)  # before torch is imported
+    """Return the sequences of --dataset and, if it is given, of --eval-dataset.
+
+    Raises InputError for unusable data, UsageError for sequences longer than the model can read.
+    """
+    config = loading.prepare_config(choice)  # before torch is imported
+    loading.require_context(config, options.schedule_options.sequence_length)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -290,11 +294,6 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     model, _ = loading.load_model_and_tokenizer(training.choice)
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0) and model.device.type == "cpu":
         model.set_attn_implementation("eager")  # torch's fused attention has no dropout on a CPU
-    if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
-        raise UnsupportedError(
-            f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; "
-            "use a smaller number."
-        )
     model.config.use_cache = False
     require_unchanged(plan)  # now that all of it is in memory
     transformers.set_seed(schedule.seed)
@@ -313,7 +312,11 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
             workdir.journal.append(journal.Start(unit=next_unit.name))
 
     def publish_checkpoint(step: int, folder: Path) -> None:
-        unit = by_step.get(step) or _make_checkpoint(checkpoints[0], step)  # after a signal, any step
+        unit = by_step.get(step)
+        if unit is None:  # after a signal
+            unit = _make_checkpoint(checkpoints[0], step)
+            planned = plan.document(workdir.may_replace)
+            save_plan(workdir.paths, structs.replace(planned, units=planned.units + 1))
         finished = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
         publish_unit(plan, workdir, reporter, unit, finished)
         made = [each for each in checkpoints if each.work <= step]

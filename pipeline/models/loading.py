@@ -46,7 +46,6 @@ REQUIRED_PACKAGES = {
 # Number of kernels that torch's linears keep, each for one number of tokens. The default 1024 needs a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 PROGRESS_DELAY = "1000000000"  # seconds before the first bar
-CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size of a model's context
 # Settings that override those of generation_config.json, to stream one answer: without a cache, a prompt cannot be read
 # in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
@@ -257,8 +256,16 @@ def with_own_experts(choice: ModelChoice) -> ModelChoice:
 
 def context_length(config: Any) -> int | None:
     """Return the most tokens that a model of this config reads; None if the config does not say."""
-    length = getattr(config.get_text_config(decoder=True), CONTEXT_LENGTH, None)
+    length = getattr(config.get_text_config(decoder=True), cfg.CONTEXT_LENGTH, None)
     return length if isinstance(length, int) and length > 0 else None
+
+
+def require_context(config: Any, length: int) -> None:
+    """Raise UsageError for sequences of --sequence-length tokens that a model of this config cannot read."""
+    limit = context_length(config)
+    if limit is not None and length > limit:
+        problem = f"the context of the model is {limit} tokens ({cfg.CONTEXT_LENGTH})"
+        raise UsageError(f"--sequence-length {length}: {problem}; give a smaller one.")
 
 
 def load_model_and_tokenizer(choice: ModelChoice) -> tuple[Any, Any]:

@@ -364,6 +364,11 @@ class Hardware(Options):
         assert self.machine is not None
         return cast("RecordedMachine", self.machine)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes a calibration run."""
+        return self.first_machine["device_type"] != "cpu"
+
 
 class GpuExperts(Options):
     """The hot experts: those that come from MODEL and not from --cpu-weights."""

@@ -30,6 +30,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")
     model = recognize(source, list_archs(options.arch_row), experts=options.experts)
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
+    options, length_notes = calibration_run.limit_length(options, source.config)
     shape = replace(
         requirements.read_shape(model, options.samples),
         quantizes=False,
@@ -43,7 +44,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     if model.mtp_tensors:
         layers = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
         notes = (*notes, f"the MTP layers ({layers}) are skipped: the calibration run does not compute them")
-    run = calibration_run.plan_run(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
+    run = calibration_run.plan_run(options, shape, requirements.CALIBRATE_PACKAGES)
     return Plan(
         options=options,
         files=checkpoint.source_files(source),
@@ -58,7 +59,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
             **checkpoint.shape_facts(model, model.layers),
             "data": document["data"],
         },
-        notes=(*notes, *run.notes),
+        notes=(*length_notes, *notes, *run.notes),
         has_index=False,
         needs=run.needs,
         hooks=Hooks(

@@ -10,6 +10,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.sources.config import CONTEXT_LENGTH, find_number
 from ktconvert.pipeline.calibration import chain, requirements
 from ktconvert.pipeline.engine.plan import Needs
 from ktconvert.pipeline.engine.units import Stage
@@ -41,7 +42,7 @@ def make_gptq_stage(
     loose_files: bool = False,
 ) -> Stage[Any]:
     """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
-    chain.require_calibratable(model, gptq_layers.ALTERNATIVES[options.command])
+    chain.require_calibratable(model, f"use {requirements.ALTERNATIVES[options.command]}")
     non_experts = find_non_expert_tensors(
         model.source, model.expert_tensor_names(), model.quantization
     ).output_tensors()
@@ -75,9 +76,9 @@ def set_group_size(
     shape: requirements.CalibrationShape, options: QuantizationOptions | CalibrateOptions
 ) -> requirements.CalibrationShape:
     """Return the shape of a run with the number of experts that the first run's machine holds at a time."""
-    machine = options.hardware.first_machine
-    group = requirements.max_experts_at_once(shape, machine["group_bytes"])
-    return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
+    hardware = options.hardware
+    group = requirements.max_experts_at_once(shape, hardware.first_machine["group_bytes"])
+    return replace(shape, experts_at_once=group, on_gpu=hardware.on_gpu)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class CalibrationRun:
 
 def plan_gptq_run(options: QuantizationOptions, model: MoeModel, fmt: Format) -> CalibrationRun:
     """Return the run of make_gptq_stage."""
-    run = plan_run(options, _read_gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
+    run = plan_run(options, _read_gptq_shape(model, fmt, options), requirements.GPTQ_PACKAGES)
     if options.engine == "stream":
         return run
     model_bytes = sum(info.nbytes for info in model.source.tensors.values())
@@ -115,15 +116,15 @@ def plan_gptq_run(options: QuantizationOptions, model: MoeModel, fmt: Format) ->
 def plan_run(
     options: QuantizationOptions | CalibrateOptions,
     shape: requirements.CalibrationShape,
-    remedies: str,
-    packages: Sequence[str] = requirements.GPTQ_PACKAGES,
+    packages: Sequence[str],
 ) -> CalibrationRun:
     """Return a run of this shape, with its needs and notes."""
     needed = requirements.estimate_footprint(shape)
+    remedies = requirements.list_remedies(options)
     return CalibrationRun(
         memory=needed.host,
         model_memory=0,
-        needs=Needs(needed.disk, needed.portions, tuple(requirements.describe_footprint(shape)), remedies),
+        needs=Needs(needed.disk, needed.portions, tuple(requirements.describe_footprint(shape, remedies)), remedies),
         notes=() if shape.on_gpu or options.hardware.max_gpu_memory is None else (NO_GPU,),
         require_ready=lambda: _require_same_machine(options, packages),
     )
@@ -157,6 +158,19 @@ def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKA
     first = None if start_over else (checkpoint.read_saved_values(options, "machine") or {}).get("machine")
     machine = first or requirements.read_machine_properties(options.hardware, options.execution.thread_count, packages)
     return with_values(options, machine=machine, **more)
+
+
+def limit_length(options: W, config: Mapping[str, Any]) -> tuple[W, tuple[str, ...]]:
+    """Return the options with samples that are no longer than the model's context, and a note if they were.
+
+    config  the model's config.json
+    """
+    named = find_number(dict(config), (CONTEXT_LENGTH,))
+    length = options.samples.sequence_length
+    if named is None or not 1 < named[1] < length:
+        return options, ()
+    note = f"samples are cut at {named[1]} tokens, the context of the model ({named[0]}), not at {length}"
+    return with_values(options, sequence_length=named[1]), (note,)
 
 
 def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:

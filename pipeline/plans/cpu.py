@@ -53,6 +53,7 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
     model = recognize(source, list_archs(options.arch_row), experts=options.experts)
     _require_input_type(options.input_type, model)
+    options, length_notes = expert_plan.limit_length(options, source.config)
     map_notes = []
     if options.chooses_map:
         slices = options.numa or _choose_slices(fmt, model)
@@ -109,7 +110,7 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
-    notes = (*map_notes, *_make_scale_notes(fmt, quantizer))
+    notes = (*length_notes, *map_notes, *_make_scale_notes(fmt, quantizer))
     plan = expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
     return replace(plan, serving=_describe_serving(fmt, facts, model, options))
 

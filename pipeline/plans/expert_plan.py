@@ -22,6 +22,7 @@ from ktconvert.layouts.statistics.folder import (
     open_model_imatrix,
     open_model_moments,
     read_related_statistics,
+    require_folder,
 )
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
@@ -58,6 +59,15 @@ def prepare_options(options: Q) -> Q:
 
     requirements.require_libraries(options.CALIBRATED_BY)
     return calibration_run.record_machine(options, with_statistics=options.gptq.saves_statistics)
+
+
+def limit_length(options: Q, config: Mapping[str, Any]) -> tuple[Q, tuple[str, ...]]:
+    """Return the result of calibration_run.limit_length, if there is a calibration run."""
+    if not options.calibrated:
+        return options, ()
+    from ktconvert.pipeline.plans import calibration_run
+
+    return calibration_run.limit_length(options, config)
 
 
 @dataclass(frozen=True)
@@ -329,6 +339,8 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
                 f"--scale {quantizer.name} needs the importance of inputs; give --imatrix FILE or --statistics DIR."
             )
         return None
+    if importance.statistics is not None and importance.statistics.is_dir():
+        require_folder(importance.statistics)
     statistics = (
         open_model_imatrix(path, model) if quantizer.requires_importance else open_model_moments(path.parent, model)
     )

@@ -43,6 +43,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
+    options, length_notes = expert_plan.limit_length(options, source.config)
     model = recognize(source, list_archs(options.arch_row))
     fmt = formats_by_option("gpu")[options.quant_type].apply_settings(
         {"rounding": options.rounding, "group_size": options.group_size}
@@ -55,7 +56,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     non_experts = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _make_facts(model, fmt, options)
     dropped_files = [name for name in source.companions() if name in CONFIG_FILES]
-    notes = _make_rawint4_notes(facts)
+    notes = (*length_notes, *_make_rawint4_notes(facts))
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
     plan = expert_plan.build_expert_plan(

@@ -74,10 +74,10 @@ def summarize(problems: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's exception, without its full stop.
 
-    If that line ends with a colon, the next line follows it. A KeyError has only the name of what is missing.
+    If that line ends with a colon, the next line follows it. A KeyError has only the name that was not found.
     """
     if isinstance(error, KeyError):
-        return f"{error} is missing"
+        return f"{error} is missing or unknown"
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")
 

@@ -31,7 +31,7 @@ from ktconvert.pipeline.calibration.gptq_experts import (
     run_oneshot,
 )
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
-from ktconvert.pipeline.calibration.requirements import GPTQ_REMEDIES
+from ktconvert.pipeline.calibration.requirements import ALTERNATIVES
 from ktconvert.pipeline.engine.units import Context, Portion, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.conversion_options import QuantizationOptions
 from ktconvert.pipeline.report.progress import Reporter
@@ -43,8 +43,6 @@ from ktconvert.quantizers.reference import F32
 
 NAME = "gptq"
 VERSION = 1
-# Command -> advice for a model or a data set that cannot be used for calibration
-ALTERNATIVES = {"gpu": "use --quant-method RTN", "cpu": "use --scale mse"}
 ROWS = 32  # rows to decode at a time, until a value is not zero
 
 
@@ -100,8 +98,7 @@ def make_stage(
         options,
         non_experts,
         experts_at_once,
-        ALTERNATIVES[options.command],
-        GPTQ_REMEDIES,
+        f"use {ALTERNATIVES[options.command]}",
         passes_hidden_states=streams,
     )
 
