@@ -33,7 +33,7 @@ def convert_adapter(options: ConvertAdapterOptions) -> None:
         raise OutputError(f"{output}: exists; choose a new directory.")
     require_adapter(folder)
     if not (folder / FUSED).is_file():
-        raise InputError(f"{folder}: has no {FUSED}; use it as it is, because it is not of kt-kernel")
+        raise InputError(f"{folder}: has no {FUSED}; use it as it is, since kt-kernel did not write it")
     model = recognize(open_checkpoint(options.model, options.hub.revision), to_read=True)
     count = write_peft_adapter(folder, output, name_experts(model))
     document = {"event": "converted", "adapter": str(folder), "output": str(output), "matrices": count}
