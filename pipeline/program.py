@@ -7,8 +7,6 @@ import signal
 import sys
 from types import FrameType
 
-from ktconvert.pipeline import INTERRUPTED
-
 
 def main() -> None:
     """Import and run the command line."""
@@ -18,11 +16,11 @@ def main() -> None:
 
         cli.main()
     except KeyboardInterrupt:
-        print(f"\nktconvert: {INTERRUPTED}", file=sys.stderr)
+        print("\nktconvert: interrupted; run the same command again.", file=sys.stderr)
         sys.exit(130)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
     """End the process: code that is being imported may ignore an exception, or raise its own."""
-    os.write(2, f"\nktconvert: {INTERRUPTED}\n".encode())
+    os.write(2, b"\nktconvert: interrupted; run the same command again.\n")
     os._exit(130)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ktconvert.pipeline import INTERRUPTED, __version__
+from ktconvert.pipeline import __version__
 from ktconvert.pipeline.report import terminal
 from ktconvert.pipeline.report.text import one_line
 
@@ -69,6 +69,7 @@ COMMANDS = {name: text for commands in HEADINGS.values() for name, text in comma
 
 # The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
+INTERRUPTED = "interrupted; run the same command again."
 CLOSE = 0.75  # similarity of suggested options
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 
