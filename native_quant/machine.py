@@ -208,6 +208,12 @@ def peak_rss(root: Path = ROOT) -> int:
     return (peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
+def reset_peak_rss() -> None:
+    """Let peak_rss count from now on, where the kernel supports that."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def memory_nodes(root: Path = ROOT) -> tuple[int, ...]:
     """Return the NUMA nodes whose memory this process may use (cpusets), in order; (0,) if the kernel shows none."""
     nodes = parse_list(read_text(root / f"{NODES}/has_memory") or "")

@@ -60,6 +60,12 @@ def test_capped_threads_are_noted_without_verbose(tmp_path: Path, cli: Any, exam
     assert "note: --threads 100000 is capped at the" in result.stderr and re.search("more notes?: -v", result.stderr)
 
 
+def test_each_option_without_effect_is_noted(tmp_path: Path, cli: Any, example: Path) -> None:
+    ignored = ("--gpu", "--profile", "--fp8-expert-batch")
+    stderr = cli("cpu", example, tmp_path / "a", *ignored, 4).stderr
+    assert all(f"note: {option} is accepted for compatibility with kt-kernel" in stderr for option in ignored)
+
+
 def test_notes_are_only_events_with_json(tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--gpu", "--json", "--dry-run")
     assert '{"event": "note", "text": "--gpu is accepted' in result.stdout and result.stderr == ""

@@ -147,7 +147,7 @@ def test_a_broken_executor_gives_one_sentence(inputs: dict[str, str], tmp_path: 
     closed.shutdown()
     with ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as broken:
         for executor, reason in ((broken, "BrokenProcessPool: "), (closed, "RuntimeError: cannot schedule")):
-            with pytest.raises(KTConvertError, match=rf"lost by the executor \({reason}.*ktconvert resume"):
+            with pytest.raises(KTConvertError, match=rf"lost by the executor \({reason}.*run the same command again"):
                 run(plan, executor)
     assert run(plan)
 

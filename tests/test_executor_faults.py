@@ -198,7 +198,7 @@ def test_a_run_without_workers_ends_after_the_timeout(setting: Setting, cluster:
     cluster.wait_until_stopped("b")
     cluster.send("a", signal.SIGKILL)
     result = coordinator.result()
-    conversion.check_refusal(result, 1, "no worker has answered", "--executor-timeout", f"ktconvert resume {output}")
+    conversion.check_refusal(result, 1, "no worker has answered", "--executor-timeout", "run the same command again")
     [warning] = [
         e["text"]
         for e in select(conversion.parse_events(result.stderr), "warning")
@@ -266,7 +266,7 @@ def test_a_killed_scheduler_is_reported_and_the_run_can_be_resumed(
         cluster.wait_until_stopped("a")
         cluster.send("scheduler", signal.SIGKILL)
         cluster.send("a", signal.SIGCONT)
-        conversion.check_refusal(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
+        conversion.check_refusal(coordinator.result(), 1, "scheduler", "run the same command again")
     setting.resume_and_check(output)
 
 

@@ -259,7 +259,8 @@ def make_shape(layers: int, experts: int, hidden: int, token: int) -> ModelShape
     )
     rest = RestForm("published", nbytes * layers, nbytes * layers, (2 * nbytes,) * layers)
     caches = (LayerCache(token, heads=4),) * layers
-    return ModelShape((experts,) * layers, min(8, experts), layers, hidden, 1000, forms, (rest,), caches, nbytes)
+    topk = min(8, experts), "config.json: num_experts_per_tok"
+    return ModelShape((experts,) * layers, *topk, layers, hidden, 1000, forms, (rest,), caches, nbytes)
 
 
 SIZES = st.integers(0, 1 << 36)
@@ -330,6 +331,17 @@ def test_the_cores_limit_the_speed_only_if_the_bandwidth_was_measured():
     assert predict_cpu_rate(form, 1e11, 4) == 4e10
     assert predict_cpu_rate(form, 1e11, 64) == READ_SHARE * 1e11
     assert predict_cpu_rate(form, 1e11, None) == CPU_SHARE * 1e11
+
+
+@pytest.mark.parametrize(("ratio", "best"), [(1.1, ""), (1.5, "int8")])
+def test_a_conversion_without_less_loss_must_be_much_faster(ratio, best):
+    shape = make_shape(4, 64, 1 << 20, 64)
+    int8 = shape.forms[1]
+    as_it_is = replace(int8, option="", disk=0, expert=tuple(int(nbytes * ratio) for nbytes in int8.expert))
+    shape = replace(shape, forms=(int8, as_it_is))
+    target = Machine(64 * GIB, (), 1, 1 << 40, 1e9, 1e12)
+    assert list_choices(shape, target, Use(runtime=KTCONVERT))[0].form.option == best
+    assert list_choices(shape, target, Use(runtime=KTCONVERT, prefer="speed"))[0].form.option == "int8"
 
 
 def test_preference_decides_which_choice_comes_first():

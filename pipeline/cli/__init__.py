@@ -85,7 +85,7 @@ Exit codes:
   5        an input that does not exist, is damaged or has changed
   6        verification failed
   7        the output cannot be written, is in use, not ours, or was made with other options
-  130/143  interrupted (Ctrl-C, SIGTERM); continue with `ktconvert resume OUT`
+  130/143  interrupted (Ctrl-C, SIGTERM); the message says how to continue
 
 \b
 Examples:

@@ -210,8 +210,7 @@ def _explain_interrupt(outputs: Sequence[Path]) -> Iterator[None]:
 
 def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOptions]) -> None:
     reporter = options.reporting.reporter
-    always_shown = [note for output in outputs for note in _list_unused(output)]
-    option_notes = [note for output in outputs for note in _make_option_notes(output)]
+    always_shown = [note for output in outputs for note in (*_list_unused(output), *_list_ignored(output))]
     preconditions.check_kernels()
     threads = preconditions.limit_threads("--threads", options.execution.threads, always_shown.append)
     worker_threads = options.execution.threads
@@ -225,7 +224,7 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
         require_writable_output(plan, overwrite)
     for note in dict.fromkeys(always_shown):
         reporter.announce(note)
-    for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
+    for note in dict.fromkeys(_make_plan_notes(plans)):
         reporter.note(note)
     if options.dry_run:
         _report_serving(plans, reporter)
@@ -322,7 +321,7 @@ def _make_plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
 
-def _make_option_notes(options: ConversionOptions) -> Iterator[str]:
+def _list_ignored(options: ConversionOptions) -> Iterator[str]:
     """Yield a sentence for each option on the command line that is accepted only for kt-kernel."""
     for option_field in find_given_options(type(options)):
         if isinstance(option_field.declaration, Option) and option_field.declaration.ignored:

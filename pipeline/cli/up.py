@@ -20,6 +20,7 @@ from ktconvert.layouts.files.documents import Number, decode_document, encode_in
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.url_headers import URL
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import command, find_given_options
 from ktconvert.pipeline.cli.fit import choose_runtime, describe_machine, format_document, predict
@@ -112,8 +113,6 @@ def _write_setup(setup: Setup) -> None:
 
 def _plan_setup(options: UpOptions, folder: Path) -> Setup:
     """Predict, print the prediction, and return its steps."""
-    from ktconvert.native_quant import machine
-
     here = with_values(options, disk=options.target.disk or machine.disk_free(folder))
     prediction = predict(here, run_here=True)
     if prediction.problem:
@@ -190,6 +189,7 @@ def _run_step(line: str) -> None:
     if program == "hf":
         _download(*words[1:])
         return
+    machine.reset_peak_rss()  # the measurement of the bandwidth used a GiB
     with group.make_context("ktconvert", words) as context:
         group.invoke(context)
 

@@ -187,7 +187,7 @@ def _watch_workers(executor: DaskExecutor, warn: Callable[[str], None], timeout:
 def _advice(seconds: float) -> str:
     return (
         f"start one on each host: {START}. Otherwise the command ends in {duration(seconds)} (--executor-timeout); "
-        "finished units are kept, run `ktconvert resume` to continue"
+        "finished units are kept, and the same command continues"
     )
 
 

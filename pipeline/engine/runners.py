@@ -236,7 +236,7 @@ class ExecutorRunner(Runner):
         Raises the item's failure, and WorkerLostError if workers died too often.
         """
         try:
-            attempt: Attempt = unwrap_result(future, item.name, f"`ktconvert resume {self._workdir.paths.output}`")
+            attempt: Attempt = unwrap_result(future, item.name, "run the same command again")
         except WorkerLostError as error:
             by_executor = future.exception() is not None  # otherwise a worker has counted the deaths
             if by_executor and self._retries[item.fingerprint] < MAX_DEATHS:

@@ -20,6 +20,7 @@ class Check:
     """The result of one check.
 
     result    a sentence for a check without problems
+    skipped   whether it could not be made; the notes say why
     problems  one sentence each
     remedy    advice about the problems
     """
@@ -29,6 +30,7 @@ class Check:
     problems: Sequence[str] = ()
     notes: Sequence[str] = field(default=(), repr=False)
     remedy: str = field(default=CONVERT_AGAIN, repr=False)
+    skipped: bool = False
 
 
 # A function that checks many items with one of item_checks.ITEM_CHECKS and reports progress. Its arguments are the name

@@ -104,7 +104,7 @@ def _reads_single_experts(model: Any) -> bool:
 
 
 def _skip_reload(reason: str) -> tuple[Check, bool]:
-    return Check("reload", "not checked", notes=(f"not loaded: {reason}",)), False
+    return Check("reload", "not checked", notes=(f"not loaded: {reason}",), skipped=True), False
 
 
 def model_class(root: Path) -> tuple[Any, Any]:
@@ -225,7 +225,7 @@ def check_predictions(
 
 def skip_predictions(reason: str) -> Check:
     """Return the check's result if predictions cannot be compared: a note, no problem."""
-    return Check("predictions", "not compared", notes=(f"predictions were not compared: {reason}",))
+    return Check("predictions", "not compared", notes=(f"predictions were not compared: {reason}",), skipped=True)
 
 
 def _require_memory(output: Output) -> None:

@@ -78,7 +78,7 @@ def as_items(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
-        return value
+        raise invalid_value("has to be a string or a list")
     items: list[Any] = []
     for kind, group in groupby(value, lambda item: item.get("type") if isinstance(item, dict) else None):
         same_kind = list(group)
