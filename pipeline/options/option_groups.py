@@ -366,7 +366,7 @@ class Hardware(Options):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU computes a calibration run."""
+        """Return whether a GPU computes a calibration run."""
         return self.first_machine["device_type"] != "cpu"
 
 
