@@ -136,6 +136,17 @@ def test_wrong_files_are_refused_in_one_sentence(text: str, write_config: Write)
     assert str(error).startswith(f"{path}: ") and WRONG[text] in str(error) and error.exit_code == 2  # type: ignore[union-attr]
 
 
+def test_unreadable_files_are_refused_in_plain_words(write_config: Write) -> None:
+    path = write_config("")
+    path.write_bytes(b"\xff")
+    not_text = run_in_process("cpu", "model", "out").exception
+    path.unlink()
+    path.mkdir()
+    directory = run_in_process("cpu", "model", "out").exception
+    assert str(not_text) == f"{path}: cannot be read (it is not UTF-8); correct or remove it."
+    assert str(directory) == f"{path}: cannot be read (Is a directory); correct or remove it."
+
+
 def test_the_refusal_and_a_wrong_variable_end_the_command(write_config: Write, cli: Any) -> None:
     path = write_config("[cpu]\nthreads = 'many'")
     assert cli("cpu", "model", "out", code=2).stderr.startswith(f"ktconvert: {path}: [cpu] threads: 'many' ")

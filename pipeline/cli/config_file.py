@@ -81,7 +81,9 @@ def _read_tables(path: Path, parent: click.Context) -> dict[str, Mapping[str, An
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); correct or remove it.") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        problem = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else problem
+        raise UsageError(f"{path}: cannot be read ({problem}); correct or remove it.") from error
     names = _get_group(parent).list_commands(parent)
     for title, table in document.items():
         if not isinstance(table, dict):
