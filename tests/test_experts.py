@@ -179,7 +179,8 @@ def test_wrong_choices_are_rejected(tmp_path: Path, options: tuple[object, ...],
 def test_only_total_needs_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.layouts.extras.find_spec", lambda name: None)
     arguments = (write_statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
-    message = f"--total needs torch, not installed here: `{install_command('torch')}`."
+    problem = "choosing experts of all layers together needs torch, not installed here"
+    message = f"{problem}: `{install_command('torch')}`."
     assert error_of(*arguments, "--total", 1) == (1, message)
     assert run_in_process("experts", *arguments, "--num-gpu-experts", 1).exception is None
 

@@ -222,7 +222,7 @@ def test_statistics_of_a_different_model_are_refused(source, tmp_path, shapes, w
     refused(run_in_process(*command), 5, str(other), "truncated")
     other.unlink()
     refused(run_in_process(*command), 5, str(other))
-    refused(run_in_process(*command[:-2], "--statistics", tmp_path), 5, str(other))
+    refused(run_in_process(*command[:-2], "--statistics", tmp_path), 5, str(tmp_path), "has no statistics")
     assert not output.exists()
 
 
