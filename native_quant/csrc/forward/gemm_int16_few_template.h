@@ -4,7 +4,7 @@
  *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with activations of 14 bits; X(1) .. X(FEW_BLOCK)
  *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched
  *     FEW_SCALES_AHEAD            blocks of KTQ_K_COLUMNS columns between scales that are read and those prefetched
- *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched
+ *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched with a small L1
  *     FEW_UNITS                   columns of a unit with codes of up to 5, of 6 and of 8 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
