@@ -382,7 +382,7 @@ class LayeredModel:
         outputs = self.run_layer(layer, hidden, zero_output)[:-1].float()
         changed_outputs = self.run_layer(layer, changed, zero_output)[:-1].float()
         if not bool(outputs.isfinite().all()):
-            raise InputError(f"{self.source.root / pretrained.CONFIG}: {pretrained.NOT_FINITE}; {pretrained.COMPARE}")
+            raise pretrained.not_finite_error(str(self.source.root))
         if not torch.allclose(outputs, changed_outputs, rtol=1e-2, atol=1e-2 * float(outputs.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees later tokens, so calibration would be "

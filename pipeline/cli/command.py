@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ktconvert.layouts.errors import KTConvertError, UsageError, absent_path
-from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
+from ktconvert.pipeline.cli.config_file import find_wrong_variables, name_config_file, name_variable, read_defaults
 from ktconvert.pipeline.engine.paths import require_no_plan
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import FilePath, Integer, NamedPath, OutputPath
@@ -25,11 +25,6 @@ ONCE = {"-i", "-o"}  # options that must not be repeated; of the others, the las
 # Commands and options for which a wrong config file is only a warning, since they help to correct it
 WITHOUT_CONFIG = ("doctor", "version")
 HELP_FLAGS = {"-h", "--help", "--help-all"}
-# Where the values of options may come from that the command line does not have
-ORIGINS: dict[ParameterSource | None, str] = {
-    ParameterSource.ENVIRONMENT: "{}",
-    ParameterSource.DEFAULT_MAP: SHOWN_PATH,
-}
 MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
@@ -121,7 +116,7 @@ class Command(click.Command):
             sentences.append(f"More options with --help-all: {titles}.")
         if any(parameter.envvar for parameter in self.params):
             variable = name_variable(self.name or "", "option")
-            sentences.append(f"Defaults are read from {variable}, then from [{self.name}] in {SHOWN_PATH}.")
+            sentences.append(f"Defaults are read from {variable}, then from [{self.name}] in {name_config_file()}.")
         if sentences:
             formatter.write_paragraph()
             formatter.write_text(" ".join(sentences))
@@ -307,8 +302,11 @@ def _name_origins(error: KTConvertError, context: click.Context) -> KTConvertErr
     origins = []
     for parameter in context.command.params:
         if flag := next((name for name in parameter.opts if name in named), None):
-            origin = ORIGINS.get(context.get_parameter_source(parameter.name or ""), "")
-            origins += [f"{flag} is set by {origin.format(parameter.envvar)}"] if origin else []
+            source = context.get_parameter_source(parameter.name or "")
+            if source is ParameterSource.ENVIRONMENT:
+                origins.append(f"{flag} is set by {parameter.envvar}")
+            elif source is ParameterSource.DEFAULT_MAP:
+                origins.append(f"{flag} is set by {name_config_file()}")
     return error.with_addition(f" ({'; '.join(origins)})") if origins else error
 
 

@@ -15,19 +15,23 @@ from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.options.declare import Option, OptionField, Options, option_fields
 
 ALL = "all"  # the table for all commands
-SHOWN_PATH = "~/.config/ktconvert/config.toml"
 PREFIX = "KTCONVERT_"  # of our environment variables
 # Environment variables that belong to no option
 OTHER_VARIABLES = tuple(f"{PREFIX}{name}" for name in ("API_KEY", "ARCH", "CFLAGS", "DEBUG", "HOST", "ISA", "NUMA"))
 SIMILAR = 0.85  # ratio of difflib above which a variable that names no command is taken for a mistyped one
 
 
-def find_config_file() -> Path | None:
-    """Return the path of the config file; None if there is none."""
+def name_config_file() -> str:
+    """Return the path of the config file, as messages and help show it, whether it exists or not."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     is_absolute = folder.startswith("/")  # the XDG specification says to ignore others
-    path = f"{folder}/ktconvert/config.toml" if is_absolute else os.path.expanduser(SHOWN_PATH)  # noqa: PTH111
-    return Path(path) if os.path.exists(path) else None  # noqa: PTH110  # pathlib raises errors for unreadable homes
+    return f"{folder.rstrip('/') if is_absolute else '~/.config'}/ktconvert/config.toml"
+
+
+def find_config_file() -> Path | None:
+    """Return the path of the config file; None if there is none."""
+    path = os.path.expanduser(name_config_file())  # noqa: PTH111  # pathlib raises errors for unreadable homes
+    return Path(path) if os.path.exists(path) else None  # noqa: PTH110
 
 
 def read_defaults(command: str, cls: type[Options], parent: click.Context) -> dict[str, Any]:

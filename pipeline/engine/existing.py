@@ -22,6 +22,7 @@ from ktconvert.pipeline.engine.paths import Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, PLAN_VERSION, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import has_no_units, why_finished
+from ktconvert.pipeline.options.declare import Option, option_fields, to_json_value
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
@@ -337,6 +338,7 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
 def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
     """Return descriptions of the options that can change a byte and differ from the old ones."""
     new = plan.document()
+    options = {option_field.name: option_field for option_field in option_fields(type(plan.options))}
     differences: list[str] = []
     consequences: list[str] = []
     if old.command != new.command:
@@ -344,13 +346,17 @@ def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
     for name in sorted({*old.settings, *new.settings}):
         old_value = old.settings.get(name)
         new_value = new.settings.get(name)
-        flag = plan.options.find_flag(name)
+        option = options.get(name)
+        flag = name if option is None else option.flag
         if isinstance(old_value, dict) and isinstance(new_value, dict):
             changed = [key for key in new_value if old_value.get(key) != new_value[key]]
             differences += [f"{flag}: {key} was {old_value.get(key)}, is {new_value[key]}" for key in changed]
         elif old_value != new_value:
-            # An option that only one of them records belongs to a different choice, such as GPTQ.
-            kind = differences if name in old.settings and name in new.settings else consequences
+            # An option that only one of them records, with its default, belongs to a different choice, such as GPTQ.
+            recorded = [settings[name] for settings in (old.settings, new.settings) if name in settings]
+            is_choice = option is not None and isinstance(option.declaration, Option)
+            is_default = option is not None and recorded == [to_json_value(option.default)]
+            kind = differences if len(recorded) > 1 or (is_choice and not is_default) else consequences
             kind.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
     return differences or consequences
 
@@ -358,7 +364,9 @@ def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
 def _format_setting(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "not given"
-    return "not given" if value is None else "given" if isinstance(value, dict) else str(value)
+    if isinstance(value, dict | bool | None):
+        return "given" if value else "not given"
+    return str(value)
 
 
 def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:

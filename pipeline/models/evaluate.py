@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents
-from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import STORED
 from ktconvert.pipeline.report.text import plural
 
@@ -167,12 +167,14 @@ def evaluate(original: Any, converted: Any, sequences: Sequences, advance: Calla
             errors.append(compare_logits(first[:-1], second[:-1], ids[1:]))
             advance(len(ids))
     total = PredictionErrors(*map(np.concatenate, zip(*errors, strict=True)))
-    for model, likelihood in (("original", total.original), ("converted", total.converted)):
+    verify = "check the converted experts with `ktconvert verify --run`"
+    for model, likelihood, remedy in (
+        ("original", total.original, pretrained.COMPARE_FILES),
+        ("converted", total.converted, verify),
+    ):
         if infinite := int(np.count_nonzero(~np.isfinite(likelihood))):
-            raise VerificationError(
-                f"the {model} model's predictions are not finite at {infinite} of {likelihood.size} tokens; see "
-                "`ktconvert verify --run`."
-            )
+            problem = f"the {model} model's predictions are not finite at {infinite} of {likelihood.size} tokens"
+            raise VerificationError(problem, remedy)
     return Evaluation(total, tuple(layers), time.monotonic() - begin)
 
 

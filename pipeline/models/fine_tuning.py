@@ -32,8 +32,7 @@ from ktconvert.pipeline.engine.loop import Interrupted, StopFlag, publish_unit, 
 from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
-from ktconvert.pipeline.models import loading
-from ktconvert.pipeline.models.pretrained import LIBRARIES
+from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.models.trainer import (
     LORA_MEMORY,
     Rows,
@@ -113,7 +112,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
         # A checkpoint contains float32 matrices and AdamW's two moments. A new one is complete before an old one is
         # removed.
         needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
-        hooks=replace(plan.hooks, peak_memory=lambda threads: LIBRARIES + weights_bytes + memory["together"]),
+        hooks=replace(plan.hooks, peak_memory=lambda threads: pretrained.LIBRARIES + weights_bytes + memory["together"]),
     )
 
 
@@ -174,7 +173,10 @@ class Progress:
         """Report the logs of Trainer. Raises VerificationError for a loss or gradient that is not finite."""
         for name, value in (("eval_loss", "loss of --eval-dataset"), ("loss", "loss"), ("grad_norm", "gradient")):
             if not math.isfinite(float(logs.get(name, 0.0))):
+                last_before_update = 0 if name == "eval_loss" else 1
                 remedy = "start over with a smaller --learning-rate and --overwrite"
+                if state.global_step <= last_before_update:
+                    remedy = pretrained.COMPARE_FILES
                 raise VerificationError(f"the {value} is not finite at step {state.global_step}; {remedy}")
         if "eval_loss" in logs:
             self.reporter.say(f"step {state.global_step}: loss of --eval-dataset {logs['eval_loss']:.4f}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.pipeline.models import pretrained
 
 # Tokens of a prompt that the model computes together. Attention then needs memory for this number times the previous
 # tokens; for a whole prompt, it may need memory for the square of its length.
@@ -85,8 +86,19 @@ def generate_text(
     begin = time.perf_counter()
     with torch.inference_mode():
         # The tokenizer is for stop strings of the model's generation_config.json.
-        model.generate(**inputs, generation_config=config, streamer=streamer, tokenizer=tokenizer)
+        more = {"tokenizer": tokenizer, "logits_processor": [make_finite_check(model)]}
+        model.generate(**inputs, **more, generation_config=config, streamer=streamer)
     return "".join(words), Speed(inputs["input_ids"].shape[1], len(times), times[0] - begin, times[-1] - times[0])
+
+
+def make_finite_check(model: Any) -> Callable[[Any, Any], Any]:
+    """Return a logits processor that raises InputError for logits without a likeliest token."""
+
+    def check(_: Any, logits: Any) -> Any:
+        pretrained.require_finite(logits, model.config.name_or_path)
+        return logits
+
+    return check
 
 
 def limit_new_tokens(context: int | None, inputs: Any, most: int) -> int:

@@ -26,6 +26,8 @@ from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line
 
 if TYPE_CHECKING:
+    import torch
+
     from ktconvert.native_quant.runtime.stored_tensors import StoredTensor
 
 MOST_TOKENS = 1 << 24
@@ -40,8 +42,9 @@ NO_BACKEND = "Couldn't instantiate the backend tokenizer"  # transformers, if on
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
 PREDICTIONS_ONLY["return_dict"] = True
 BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
-NOT_FINITE = "with its settings, or with damaged weights, the model computes NaN or infinity"
 COMPARE = "compare it with the file of the model's release"
+COMPARE_FILES = "compare the model's files with its release (`ktconvert models --check`)"
+CHECKED_TOKENS = 16  # with fewer, torch's attention on a CPU ignores queries and keys that are NaN
 TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError if an allocation on the CPU fails
 # In transformers' error for an unknown model type.
 UNKNOWN_TYPE = ("does not recognize this architecture", "Unrecognized configuration class")
@@ -330,10 +333,22 @@ def silence_loading_report() -> Iterator[None]:
 
 
 def require_finite_logits(loaded: Any, model: str) -> None:
-    """Raise InputError for a model that cannot compute two tokens, or computes NaN or infinity."""
+    """Raise InputError for a model that cannot compute a few tokens, or computes NaN or infinity."""
     import torch
 
     with explain_memory_errors(model), explain_errors(model, CONFIG, action=COMPUTE), torch.no_grad():
-        logits = loaded(input_ids=torch.zeros((1, 2), dtype=torch.long, device=loaded.device)).logits
-    if not bool(logits.isfinite().any(-1).all()):
-        raise InputError(f"{_locate(model, CONFIG)}: {NOT_FINITE}; {COMPARE}")
+        ids = torch.zeros((1, CHECKED_TOKENS), dtype=torch.long, device=loaded.device)
+        logits = loaded(input_ids=ids).logits
+    require_finite(logits, model)
+
+
+def require_finite(logits: torch.Tensor, model: str) -> None:
+    """Raise InputError for logits [..., vocabulary] with NaN, or with a token for which all are infinite."""
+    if bool(logits.isnan().any()) or not bool(logits.isfinite().any(-1).all()):
+        raise not_finite_error(model)
+
+
+def not_finite_error(model: str) -> InputError:
+    """Return the error for a model that computes NaN or infinity."""
+    problem = "with its settings, or with damaged weights, the model computes NaN or infinity"
+    return InputError(problem, COMPARE_FILES, path=_locate(model, CONFIG))

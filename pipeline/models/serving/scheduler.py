@@ -27,7 +27,7 @@ import torch
 from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.pipeline.models.generating import Speed, chunk_prefill
+from ktconvert.pipeline.models.generating import Speed, chunk_prefill, make_finite_check
 from ktconvert.pipeline.models.serving import constraints
 from ktconvert.pipeline.models.serving.authentication import shutdown_error
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, find_options
@@ -336,7 +336,8 @@ class Scheduler(utils.BaseGenerateManager):
             ids = torch.tensor([options.ids], device=self.model.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         chunk_prefill(self.model, config, inputs)
-        more: dict[str, Any] = {"logits_processor": options.logits_processors(inputs["input_ids"].shape[-1])}
+        processors = options.logits_processors(inputs["input_ids"].shape[-1])
+        more: dict[str, Any] = {"logits_processor": [make_finite_check(self.model), *processors]}
         if hasattr(self.model, "has_talker"):
             more["generation_mode"] = "text"
         torch.manual_seed(secrets.randbits(63) if options.seed is None else options.seed)
