@@ -22,6 +22,7 @@ from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
 from ktconvert.pipeline.plans.commands import make_options, make_plan
 from rig import conversion, stored
+from rig.calibrated import HELDOUT
 from rig.conversion import SENTENCE_ENDS
 from rig.safetensors import edit_file, read_folder
 
@@ -342,6 +343,11 @@ def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
             "run MODEL --prompt x --temperature -1",
             "Invalid value for '--temperature': must be at least 0, not -1.0; see",
         ),
+        (
+            "train MODEL OUT --learning-rate 0",
+            "Invalid value for '--learning-rate': must be greater than 0, not 0; see",
+        ),
+        ("fit MODEL --bandwidth 0", "Invalid value for '--bandwidth': must be greater than 0, not 0; see"),
         ("train MODEL OUT --dropout 2", "Invalid value for '--dropout': must be from 0 to 0.99, not 2.0; see"),
     ],
 )
@@ -387,6 +393,16 @@ def test_contradicting_options_are_refused(line: str, options: str, example: Pat
     assert cli(*line.format(example=example).split(), code=2).stderr == expected
 
 
+def test_every_option_that_differs_is_named(tmp_path: Path, cli: Any, example: Path) -> None:
+    """Options that belong only to a different choice, such as those of GPTQ, count if they are given."""
+    words = ("cpu", example, tmp_path / "out", "-q")
+    cli(*words, "--layers", 1, "--equalize")
+    named = "(--equalize was given, is not given; --layers was 1, is all);"
+    assert named in cli(*words, code=7).stderr
+    words = (*words, "--scale", "gptq", "--dampening-frac", 0.2, "--dataset", HELDOUT)
+    assert "(--dampening-frac was not given, is 0.2; " in cli(*words, code=7).stderr
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_errors_name_a_full_standard_output(unbuffered: str, example: Path) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -399,7 +415,8 @@ def test_errors_name_a_full_standard_output(unbuffered: str, example: Path) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_screen_and_has_examples(name: str) -> None:
+def test_help_fits_a_screen_and_has_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")  # a long path, which the help shows
     lines = read_help(name)
     assert len(lines) <= 60 and max(map(len, lines)) <= 80, lines
     assert any(line.startswith(f"    ktconvert {name}") for line in lines[lines.index("  Examples:") :])

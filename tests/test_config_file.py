@@ -165,8 +165,8 @@ def test_an_error_names_where_an_option_was_set(write_config: Write, example: Pa
     arguments = ("cpu", example, tmp_path / "out")
     end = "(--layers is set by KTCONVERT_CPU_LAYERS).\n"
     assert cli(*arguments, env={"KTCONVERT_CPU_LAYERS": "99"}, code=3).stderr.endswith(end)
-    write_config("[cpu]\nlayers = 99")
-    assert cli(*arguments, code=3).stderr.endswith("(--layers is set by ~/.config/ktconvert/config.toml).\n")
+    path = write_config("[cpu]\nlayers = 99")
+    assert cli(*arguments, code=3).stderr.endswith(f"(--layers is set by {path}).\n")
     assert cli(*arguments, "--layers", 98, code=3).stderr.endswith("layers with experts: 0-1.\n")
 
 
@@ -220,13 +220,13 @@ def test_resume_keeps_the_options_of_the_first_run(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_names_the_variable_of_each_option(name: str, write_config: Write) -> None:
-    write_config("[all]\nthreads = 7")
+    path = write_config("[all]\nthreads = 7")
     command = get_command(name)
     text = " ".join(run_in_process(name, "--help-all").output.split())
     variables = [parameter.envvar for parameter in command.params if parameter.envvar is not None]
     assert all(f"[env var: {variable}" in text for variable in variables)
     assert len(variables) == len({*variables})
-    assert (f"thenfrom[{name}]in~/.config/ktconvert/config.toml" in text.replace(" ", "")) == bool(variables)
+    assert (f"thenfrom[{name}]in{path}." in text.replace(" ", "")) == bool(variables)
     has_threads = f"KTCONVERT_{name.upper().replace('-', '_')}_THREADS" in variables
     assert has_threads == ("default: 7]" in text)
     assert "env var" not in run_in_process(name, "--help").output

@@ -212,7 +212,7 @@ def test_experts_with_a_different_computation_are_rejected(family: str, config: 
         model = transformers.AutoModelForCausalLM.from_config(full_config)
     with pytest.raises(UnsupportedError, match=message) as caught:
         find_experts(model)
-    assert "load it without cpu_weights" in str(caught.value)
+    assert "load it without converted experts" in str(caught.value)
 
 
 def test_only_the_converted_layer_stack_is_found() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import torch
 
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
-from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.models import loading, pretrained
 from rig import calibrated, conversion, encodings, family_rows, hf, stored
 from rig.calibrated import HELDOUT
 from rig.safetensors import Tensor, edit_file, read_file, write_file
@@ -267,6 +267,50 @@ def test_load_names_tensors_with_wrong_shapes(model, example):
     message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
     with pytest.raises(InputError, match=message):
         loading.load_model_and_tokenizer(loading.ModelChoice(str(model)))
+
+
+def test_calibration_names_tensors_with_wrong_shapes(model, example, packed_example, text):
+    apply_change(model, example, "config.json", ("head_dim",), 32)
+    error = conversion.run_in_process(
+        *commands(model, packed_example("int8"), text, model.parent)["calibrate"]
+    ).exception
+    with pytest.raises(InputError, match=r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the"):
+        raise error
+
+
+def set_nan(model: Path, name: str) -> None:
+    """Make the first number of each weight with this name NaN."""
+    tensors = {
+        key: (tensor.dtype, tensor.bits.copy()) for key, tensor in read_file(model / "model.safetensors").items()
+    }
+    for key, (_, bits) in tensors.items():
+        if key.endswith(name):
+            bits.flat[0] = 0x7FC0
+    (model / "model.safetensors").unlink()  # of the bundled model
+    write_file(model / "model.safetensors", tensors, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj.weight", "lm_head.weight"])
+def test_a_model_that_computes_nan_is_compared_with_its_release(name, model, packed_example, text):
+    """Also if few of its logits are NaN, or torch's attention for few tokens ignores them."""
+    set_nan(model, name)
+    arguments = commands(model, packed_example("int8"), text, model.parent)
+    for command in ("run", "eval", "train"):
+        error = conversion.run_in_process(*arguments[command]).exception
+        assert isinstance(error, InputError) and f"NaN or infinity; {pretrained.COMPARE_FILES}" in str(error), error
+
+
+def test_nan_is_reported_if_it_appears_after_loading(model, packed_example, text, monkeypatch):
+    set_nan(model, "lm_head.weight")
+    monkeypatch.setattr(pretrained, "require_finite_logits", lambda *_: None)
+    arguments = commands(model, packed_example("int8"), text, model.parent)
+    for command, message in {
+        "run": "the model computes NaN or infinity",
+        "eval": "the original model's predictions are not finite at 63 of 63 tokens",
+        "train": "the loss is not finite at step 1",
+    }.items():
+        error = conversion.run_in_process(*arguments[command]).exception
+        assert isinstance(error, KTConvertError) and f"{message}; {pretrained.COMPARE_FILES}" in str(error), error
 
 
 def test_train_applies_dropout_of_attention(model, example, packed_example, text, tmp_path):

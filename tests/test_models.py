@@ -237,13 +237,20 @@ def test_repair_with_a_damaged_download_keeps_the_old_file(
         (["{folder}", "--check", "org/tiny"], UsageError, "--check takes no FOLDERS"),
         (["--check", "org/tiny"], InputError, "not in the local cache"),
         (["--check", "{folder}/absent"], InputError, "does not exist; check the path"),
+        (["--check", "{output}"], UsageError, "an output of ktconvert; check it with `ktconvert verify "),
     ],
 )
 def test_refusals_say_what_to_do(
-    arguments: list[str], error: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    error: Any,
+    message: str,
+    tmp_path: Path,
+    packed_example: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    exception = run_in_process("models", *(word.format(folder=tmp_path) for word in arguments)).exception
+    words = (word.format(folder=tmp_path, output=packed_example("int8")) for word in arguments)
+    exception = run_in_process("models", *words).exception
     assert isinstance(exception, error) and message in str(exception)
 
 

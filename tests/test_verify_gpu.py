@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ktconvert
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.files.manifest import compute_digest
@@ -165,6 +166,8 @@ def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monk
         *("skipped", "skipped", "ok")
     ]
     assert any(f"not installed: `{install_command('gpu')}`" in note for note in report["notes"])
+    checks = {check.name: check for check in ktconvert.verify(converted["W4A16"], against=example).checks}
+    assert checks["reload"].state == "skipped" and "not loaded: " in repr(checks["reload"])
 
 
 def test_wrong_method_or_numa_is_refused(converted):

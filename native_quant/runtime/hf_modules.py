@@ -30,7 +30,7 @@ NORM = "post_expert_norm"  # name of the module that normalizes each expert's ou
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 # Names of these arguments in transformers' modules, which are given by position.
 SIGNATURES = (ARGUMENTS, ["hidden_states", "router_indices", "routing_weights"])
-WITHOUT_WEIGHTS = "load it without cpu_weights"
+WITHOUT_WEIGHTS = "load it without converted experts"
 GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # 3-D parameters
 
 

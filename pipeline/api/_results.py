@@ -63,6 +63,7 @@ class KTCheck:
     """A check of a report.
 
     name      name of the check: `files`, `tensors`, `hashes`, `source` ...
+    state     `ok`, `failed`, or `skipped` if the check could not be made: the notes say why
     result    sentence about the check, if it found no problem
     problems  problems, one sentence each
     notes     remarks
@@ -70,15 +71,16 @@ class KTCheck:
     """
 
     name: str
+    state: str
     result: str
     problems: list[str]
     notes: list[str]
     remedy: str
 
     def __repr__(self) -> str:
-        """Return the name and the result, or the problems."""
-        shown = "problems" if self.problems else "result"
-        return write_repr(self, name=self.name, **{shown: getattr(self, shown)})
+        """Return the name, the state, and the result, the problems or the notes."""
+        shown = {"failed": "problems", "skipped": "notes"}.get(self.state, "result")
+        return write_repr(self, name=self.name, state=self.state, **{shown: getattr(self, shown)})
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ class KTReport:
 
     def __repr__(self) -> str:
         """Return output, source, the result of each check, and the first problem."""
-        checks = {each.name: plural(len(each.problems), "problem") if each.problems else "ok" for each in self.checks}
+        checks = {
+            each.name: plural(len(each.problems), "problem") if each.problems else each.state for each in self.checks
+        }
         failure: dict[str, Any] = {} if self.ok else {"sentence": self.sentence}
         return write_repr(self, output=str(self.output), ok=self.ok, against=self.against, checks=checks, **failure)
 
@@ -163,7 +167,14 @@ def describe_report(report: Report, rename: Callable[[str], str]) -> KTReport:
         notes=rename_all(report.notes),
         against=report.against,
         checks=[
-            KTCheck(each.name, each.result, rename_all(each.problems), rename_all(each.notes), rename(each.remedy))
+            KTCheck(
+                name=each.name,
+                state=each.state,
+                result=each.result,
+                problems=rename_all(each.problems),
+                notes=rename_all(each.notes),
+                remedy=rename(each.remedy),
+            )
             for each in report.checks
         ],
         errors=[KTProjectionError(**each.document()) for each in report.errors],

@@ -157,7 +157,10 @@ class LayeredModel:
 
     @contextmanager
     def _load_weights(self, prefix: str) -> Iterator[None]:
-        """Hold the weights below a prefix on the device inside the block; raise InputError if any is missing."""
+        """Hold the weights below a prefix on the device inside the block.
+
+        Raises InputError if any is missing, or has a different shape than in the model.
+        """
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -175,6 +178,7 @@ class LayeredModel:
         with self._explain_errors(pretrained.BUILD):
             loading, _ = convert_and_load_state_dict_in_model(self.hf_model, stored, config)
         del stored
+        pretrained.require_equal_shapes(loading.mismatched_keys, str(self.source.root))
         if missing := sorted(needed & loading.missing_keys):
             raise InputError(
                 f"{self.source.root}: lacks {len(missing)} tensors of its model, such as {missing[0]}; {INCOMPLETE}."

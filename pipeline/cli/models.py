@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
+from ktconvert.layouts.files import manifest
 from ktconvert.layouts.sources import hub, hub_files
 from ktconvert.layouts.sources.hub_files import HubFile
 from ktconvert.pipeline.cli.command import command
@@ -102,6 +103,8 @@ def _find_original(checkpoint: str, against: str | None, revision: str | None) -
     """
     path = Path(checkpoint).expanduser()
     if path.is_dir():
+        if manifest.read_manifest(path) is not None:
+            raise UsageError(f"{checkpoint}: an output of ktconvert; check it with `ktconvert verify {path}`.")
         if against is None or not hub.HUB_ID.fullmatch(against):
             raise UsageError(f"{checkpoint}: a directory; add its hub id, as in --against org/name.")
         return path, against, revision

@@ -103,6 +103,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
     checkpoints = tuple(_make_checkpoint(first, step) for step in sorted(saved))
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     training = f"train {plural(steps, 'step')}"
+    peak = pretrained.LIBRARIES + weights_bytes + memory["together"]
     return replace(
         plan,
         stages=(
@@ -112,7 +113,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory:
         # A checkpoint contains float32 matrices and AdamW's two moments. A new one is complete before an old one is
         # removed.
         needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
-        hooks=replace(plan.hooks, peak_memory=lambda threads: pretrained.LIBRARIES + weights_bytes + memory["together"]),
+        hooks=replace(plan.hooks, peak_memory=lambda _threads: peak),
     )
 
 

@@ -7,7 +7,7 @@ settings that would add more than predictions, and reports errors of transformer
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,11 +287,7 @@ def load_pretrained(
             )
             loaded_model.config.name_or_path = loaded_model.name_or_path = model
             loaded_model.generation_config = generation or loaded_model.generation_config
-    if mismatched := sorted(info["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
-        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        problem = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
-        raise InputError(f"{_locate(model, CONFIG)}: {problem}; {COMPARE}")
+    require_equal_shapes(info["mismatched_keys"], model)
     if missing := sorted(info["missing_keys"]):
         problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
         experts = "give converted experts as --cpu-weights (a model from `ktconvert fetch` has none), or "
@@ -330,6 +326,18 @@ def silence_loading_report() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(old_verbosity)
+
+
+def require_equal_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], model: str) -> None:
+    """Raise InputError for tensors whose shapes differ from those of the config: transformers does not load them.
+
+    mismatched  name, stored shape and shape of the config
+    """
+    if mismatched:
+        name, stored, expected = min(mismatched)
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        problem = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
+        raise InputError(problem, COMPARE, path=_locate(model, CONFIG))
 
 
 def require_finite_logits(loaded: Any, model: str) -> None:

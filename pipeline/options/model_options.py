@@ -163,7 +163,7 @@ class Schedule(Options):
         "Number of batches per step.", Integer(min=1), default=1, group=Group.ADVANCED
     )
     learning_rate: float = files_option(
-        "Highest learning rate.", FiniteFloat(min=0), default=2e-4, group=Group.TRAINING
+        "Highest learning rate.", FiniteFloat(min=0, min_open=True), default=2e-4, group=Group.TRAINING
     )
     schedule: str = files_option(
         "Learning-rate schedule: cosine, linear or constant.",

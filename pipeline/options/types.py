@@ -33,6 +33,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
         amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
         if match and not match[2] and 1 <= amount < MIN_PLAIN_SIZE:
             self.fail(f"{match[1]} without a unit means bytes; give a unit, such as {match[1]}GB", param, ctx)
+        if match and not amount:
+            self.fail(f"must be greater than 0, not {value}", param, ctx)
         if not 1 <= amount < MAX_INTEGER:
             self.fail(f"{str(value)[:40]!r} is not a size like 5GB or 500MiB", param, ctx)
         return int(amount)
@@ -104,6 +106,8 @@ class FiniteFloat(click.FloatRange):
         number: float = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
+        if self.min_open and number <= (self.min or 0):
+            self.fail(f"must be greater than {self.min}, not {value}", param, ctx)
         if problem := _range_problem(number, self.min or 0, self.max):
             self.fail(problem, param, ctx)
         return number

@@ -32,6 +32,13 @@ class Check:
     remedy: str = field(default=CONVERT_AGAIN, repr=False)
     skipped: bool = False
 
+    @property
+    def state(self) -> str:
+        """The state in JSON and in Python: "ok", "failed" or "skipped"."""
+        if self.problems:
+            return "failed"
+        return "skipped" if self.skipped else "ok"
+
 
 # A function that checks many items with one of item_checks.ITEM_CHECKS and reports progress. Its arguments are the name
 # of the check, the items, and the number of bytes to read for each; it yields (item, finding) in order.

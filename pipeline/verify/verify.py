@@ -289,7 +289,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "message": report.sentence,
         "against": report.against,
         "checks": [
-            {"name": c.name, "state": _state(c), "ok": not c.problems, "result": c.result, "problems": [*c.problems]}
+            {"name": c.name, "state": c.state, "ok": not c.problems, "result": c.result, "problems": [*c.problems]}
             for c in report.checks
         ],
         "notes": list(report.notes),
@@ -299,17 +299,11 @@ def report_document(report: Report) -> dict[str, Any]:
     }
 
 
-def _state(check: Check) -> str:
-    if check.problems:
-        return "failed"
-    return "skipped" if check.skipped else "ok"
-
-
 def report_lines(report: Report) -> list[str]:
     """Return the lines that `verify` prints."""
     out = format_table(output_rows(describe_output(report.output, report.measure)))
     results = [
-        (check.name, plural(len(check.problems), "problem") if check.problems else f"{_state(check)} ({check.result})")
+        (check.name, plural(len(check.problems), "problem") if check.problems else f"{check.state} ({check.result})")
         for check in report.checks
     ]
     out += ["", *format_table([("check", "result"), *results])]
