@@ -50,6 +50,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
+from ktconvert import errors as errors
 from ktconvert._results import KTCheck as KTCheck
 from ktconvert._results import KTPlan as KTPlan
 from ktconvert._results import KTProjectionError as KTProjectionError
@@ -92,7 +93,8 @@ def write_stub() -> str:
 def test_the_stub_follows_from_the_options() -> None:
     assert ast.dump(ast.parse(STUB.read_text())) == ast.dump(ast.parse(write_stub())), "run `python tests/test_api.py`"
     imported = re.findall(r"import \w+ as (\w+)", STUB.read_text())
-    assert sorted([*imported, "plan", "convert", "verify"]) == ktconvert.__all__
+    assert sorted([*imported, "plan", "convert", "verify"]) == sorted([*ktconvert.__all__, "errors"])
+    assert ktconvert.errors is errors
 
 
 def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:

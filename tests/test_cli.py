@@ -370,7 +370,7 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
         ("--vers", r"Did you mean '--version'\?$"),
         ("train MODEL OUT --random-seed 1", "Did you mean '?--seed"),
         ("train MODEL OUT --lr 1", "Did you mean '?--learning-rate"),
-        ("run MODEL --seed 1", "No such option '--seed': it is one of `ktconvert cpu`, `gpu`, `calibrate`, `train`.$"),
+        ("run MODEL --dampening-frac 1", "No such option '--dampening-frac': it is one of `ktconvert cpu`, `gpu`.$"),
         ("run MODEL --json", "No such option '--json'; see `ktconvert run --help`.$"),
         ("cpu MODEL OUT --group-size 32", "No such option '--group-size': it is one of `ktconvert gpu`.$"),
     ],

@@ -22,7 +22,7 @@ from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
 from ktconvert.pipeline.report.terminal import shorten_paths
-from rig import families, stored
+from rig import conversion, families, stored
 from rig.absent import break_package, hide_package
 from rig.served import copy_with_template
 
@@ -302,16 +302,31 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
     assert model.config.text_config.output_router_logits is False  # a setting for training
 
 
+def test_sampling_follows_seed_and_top_p(example):
+    """The least top-p leaves only the likeliest token."""
+
+    def generate(*options: object) -> str:
+        words = ("run", example, "--prompt", "import", "--max-new-tokens", 20)
+        return conversion.run_in_process(*words, *options).stdout
+
+    sampled = [generate("--temperature", 2, "--seed", seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert generate("--temperature", 2, "--top-p", 1e-9) == generate() != sampled[0]
+
+
 REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     ((), UsageError, "--prompt TEXT or --chat is missing; add it"),
     (("--chat", "--prompt", "x"), UsageError, "--prompt TEXT and --chat exclude each other"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
+    (("--prompt", "x", "--seed", 0), UsageError, "--seed is only for sampling; add --temperature"),
     (("--prompt", ""), UsageError, "--prompt: has no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), InputError, "nowhere: does not exist"),
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), REFUSED, ids=["neither", "both", "system", "empty", "nowhere"])
+@pytest.mark.parametrize(
+    ("options", "kind", "message"), REFUSED, ids=["neither", "both", "system", "seed", "empty", "nowhere"]
+)
 def test_run_rejects_invalid_options(example, options, kind, message):
     error = call(example, *options).exception
     assert type(error) is kind and message in str(error)

@@ -81,6 +81,8 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(_import_module(f"ktconvert.{_MODULES[name]}"), name)
+    if name == "errors":
+        return _import_module("ktconvert.errors")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

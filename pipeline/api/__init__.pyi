@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
+from ktconvert import errors as errors
 from ktconvert._results import KTCheck as KTCheck
 from ktconvert._results import KTPlan as KTPlan
 from ktconvert._results import KTProjectionError as KTProjectionError

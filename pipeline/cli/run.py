@@ -28,11 +28,16 @@ def run(options: RunOptions) -> None:
       ktconvert run MODEL --cpu-weights OUT --chat
       ktconvert run MODEL --cpu-weights OUT --num-gpu-experts 32 --chat
       ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --chat
-      ktconvert run MODEL --chat    the original experts
+      ktconvert run MODEL --chat --temperature 0.7    the original experts
     """
     require_one({"--prompt TEXT": options.prompt is not None, "--chat": options.chat})
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")
+    sampling = {"--top-p": options.top_p, "--seed": options.seed}
+    if not options.temperature and (
+        flag := next((flag for flag, value in sampling.items() if value is not None), None)
+    ):
+        raise UsageError(f"{flag} is only for sampling; add --temperature, as in --temperature 0.7")
     from ktconvert.pipeline.models import generating, loading, pretrained
     from ktconvert.pipeline.report.progress import Reporter
 
@@ -48,6 +53,10 @@ def run(options: RunOptions) -> None:
         loaded = loading.load_model_and_tokenizer(choice)
         reporter.warn(f"transformers computes the experts, since: {error}")
 
+    if options.seed is not None:
+        import torch
+
+        torch.manual_seed(options.seed)
     context = loading.context_length(loaded[0].config)
 
     def write(inputs: Any, prompt: str = "") -> str:
@@ -59,7 +68,12 @@ def run(options: RunOptions) -> None:
             choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
         ):
             text, speed = generating.generate_text(
-                *loaded, inputs, max_new_tokens=count, temperature=options.temperature, emit=_say
+                *loaded,
+                inputs,
+                max_new_tokens=count,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                emit=_say,
             )
         _say("\n")
         click.echo(speed.describe(), err=True)

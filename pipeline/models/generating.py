@@ -48,11 +48,19 @@ class Speed:
 
 
 def generate_text(
-    model: Any, tokenizer: Any, inputs: Any, *, max_new_tokens: int, temperature: float, emit: Callable[[str], None]
+    model: Any,
+    tokenizer: Any,
+    inputs: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float | None = None,
+    emit: Callable[[str], None],
 ) -> tuple[str, Speed]:
     """Return the text that the model generates after `inputs`, and the speed.
 
-    emit  is called with each word as soon as it is complete
+    top_p  sum of the probabilities of the tokens to sample from; None: that of the model's generation_config.json
+    emit   is called with each word as soon as it is complete
     """
     import torch
     from transformers import TextStreamer
@@ -78,6 +86,8 @@ def generate_text(
     config.temperature = clamp_temperature(temperature)
     if not config.do_sample:
         config.top_p = config.top_k = None
+    elif top_p is not None:
+        config.top_p = top_p
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     chunk_prefill(model, config, inputs)

@@ -104,6 +104,12 @@ class RunOptions(ModelOptions):
     temperature: float = option(
         "Sampling temperature; 0 always chooses the most likely token.", FiniteFloat(min=0), default=0.0
     )
+    top_p: float | None = option(
+        "Sample only from the likeliest tokens whose probabilities add up to X.",
+        FiniteFloat(0, 1, min_open=True),
+        unset="the model's own",
+    )
+    seed: int | None = option("Seed of the sampling.", Integer(min=0), unset="random")
     hub: Hub = Hub()
 
 
