@@ -187,6 +187,16 @@ def test_this_machine_has_plausible_values():
     assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20) and machine.cpu_name()
 
 
+def test_the_peak_of_memory_can_be_measured_again():
+    """`up` does so between the measurement of the bandwidth and its conversion."""
+    before = bytearray(1 << 28)
+    before[:: 1 << 12] = b"x" * (1 << 16)
+    peak = machine.peak_rss()
+    del before
+    machine.reset_peak_rss()
+    assert machine.peak_rss() < peak - (1 << 27) or not os.access("/proc/self/clear_refs", os.W_OK)
+
+
 def test_host_name_and_boot_id_are_read(tmp_path, monkeypatch):
     assert machine.host() == os.uname().nodename
     monkeypatch.setenv("KTCONVERT_HOST", " rack 3\tnode\n7 ")
