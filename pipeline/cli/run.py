@@ -33,11 +33,9 @@ def run(options: RunOptions) -> None:
     require_one({"--prompt TEXT": options.prompt is not None, "--chat": options.chat})
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")
-    sampling = {"--top-p": options.top_p, "--seed": options.seed}
-    if not options.temperature and (
-        flag := next((flag for flag, value in sampling.items() if value is not None), None)
-    ):
-        raise UsageError(f"{flag} is only for sampling; add --temperature, as in --temperature 0.7")
+    for flag, value in {"--top-p": options.top_p, "--seed": options.seed}.items():
+        if value is not None and not options.temperature:
+            raise UsageError(f"{flag} is only for sampling; add --temperature, as in --temperature 0.7")
     from ktconvert.pipeline.models import generating, loading, pretrained
     from ktconvert.pipeline.report.progress import Reporter
 

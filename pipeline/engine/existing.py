@@ -354,9 +354,9 @@ def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
         elif old_value != new_value:
             # An option that only one of them records, with its default, belongs to a different choice, such as GPTQ.
             recorded = [settings[name] for settings in (old.settings, new.settings) if name in settings]
-            is_choice = option is not None and isinstance(option.declaration, Option)
-            is_default = option is not None and recorded == [to_json_value(option.default)]
-            kind = differences if len(recorded) > 1 or (is_choice and not is_default) else consequences
+            default = None if option is None else to_json_value(option.default)
+            is_given = option is not None and isinstance(option.declaration, Option) and recorded != [default]
+            kind = differences if len(recorded) > 1 or is_given else consequences
             kind.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
     return differences or consequences
 
