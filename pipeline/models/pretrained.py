@@ -351,8 +351,8 @@ def require_finite_logits(loaded: Any, model: str) -> None:
 
 
 def require_finite(logits: torch.Tensor, model: str) -> None:
-    """Raise InputError for logits [..., vocabulary] with NaN, or with a token for which all are infinite."""
-    if bool(logits.isnan().any()) or not bool(logits.isfinite().any(-1).all()):
+    """Raise InputError for logits [..., vocabulary] of which the largest is infinite or NaN, as it is if any is NaN."""
+    if not bool(logits.amax(-1).isfinite().all()):
         raise not_finite_error(model)
 
 
