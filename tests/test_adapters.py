@@ -104,6 +104,17 @@ def test_each_setting_is_supported_or_rejected(setting, value, supported_by, tmp
             assert error.value.exit_code == 3
 
 
+def test_run_and_serve_name_a_matrix_that_is_not_finite(example, tmp_path):
+    def spoil(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "lora_B" in name]:
+            tensors[name] = Tensor("F32", tensors[name].shape, b"\0\0\xc0\x7f" + tensors[name].data[4:])
+
+    folder = write_adapter(tmp_path / "adapter", {"model.layers.1.self_attn.q_proj": (256, 256)})
+    edit_file(folder / adapter.WEIGHTS, spoil)
+    error = conversion.run_in_process("run", example, "--adapter", folder, "--prompt", "x").exception
+    assert "layers.1.self_attn.q_proj.lora_B.weight' holds numbers that are not finite; train again." in str(error)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

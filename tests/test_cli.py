@@ -115,6 +115,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, ex
     result = cli("cpu", "-i", example, "-o", out, "--dry-run")
     assert re.search(r"source -> experts: .* 2 units, 2 to run", result.stdout)
     assert "experts -> assemble" in result.stdout
+    assert result.stderr.count("note: ") > 1 and "more note" not in result.stderr
     assert list(tmp_path.iterdir()) == []
     plan = json.loads(cli("cpu", "-i", example, "-o", out, "--dry-run", "--json").stdout.splitlines()[-1])
     assert [u["unit"] for u in plan["units"]] == ["experts.layer-000", "experts.layer-001"]

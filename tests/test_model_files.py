@@ -269,6 +269,27 @@ def test_load_names_tensors_with_wrong_shapes(model, example):
         loading.load_model_and_tokenizer(loading.ModelChoice(str(model)))
 
 
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "lm_head.weight"])
+def test_run_and_serve_name_tensors_with_wrong_shapes(name, model, packed_example, text):
+    """transformers does not check the shapes of tensors that it loads beside experts of another class."""
+
+    def shorten(tensors: Any) -> None:
+        for key in [key for key in tensors if key.endswith(name)]:
+            tensor = tensors[key]
+            rows, columns = tensor.shape
+            data = tensor.data[: (rows - 1) * columns * 2]
+            tensors[key] = Tensor(tensor.dtype, (rows - 1, columns), data)
+
+    edit_file(model / "model.safetensors", shorten)
+    int8 = packed_example("int8")
+    error = conversion.run_in_process(*commands(model, int8, text, model.parent)["run"]).exception
+    message = rf"config.json: makes .*{name} \[\d+, 256\], and the stored tensor is "
+    with pytest.raises(InputError, match=message):
+        raise error
+    with pytest.raises(InputError, match=message):
+        serve(model, int8)
+
+
 def test_calibration_names_tensors_with_wrong_shapes(model, example, packed_example, text):
     apply_change(model, example, "config.json", ("head_dim",), 32)
     error = conversion.run_in_process(

@@ -13,17 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts import extras
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
+from ktconvert.native_quant.runtime.hot_experts import mask_file
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
 from ktconvert.pipeline.report.terminal import shorten_paths
 from rig import conversion, families, stored
 from rig.absent import break_package, hide_package
+from rig.calibrated import HELDOUT
 from rig.served import copy_with_template
 
 pytest.importorskip("transformers")
@@ -312,6 +315,32 @@ def test_sampling_follows_seed_and_top_p(example):
     sampled = [generate("--temperature", 2, "--seed", seed) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert generate("--temperature", 2, "--top-p", 1e-9) == generate() != sampled[0]
+
+
+def test_a_model_of_fetch_has_the_hot_experts(example, packed_example, tmp_path):
+    """Without them, and for commands that compute all experts, the message says what to give."""
+    int8, mask, rest = packed_example("int8"), tmp_path / "mask.safetensors", tmp_path / "rest"
+    marked = np.zeros((2, 8), np.bool_)
+    marked[0, [1, 6]] = True
+    mask.write_bytes(mask_file(marked))
+    for options in ((), ("--gpu-experts-mask", mask)):
+        assert conversion.run_in_process("fetch", example, "-o", rest, "--overwrite", *options).exit_code == 0
+        words = ("--cpu-weights", int8, "--gpu-experts-mask", mask, "--prompt", "import", "--max-new-tokens", 8)
+        result = conversion.run_in_process("run", rest, *words)
+        if options:
+            assert result.stdout == conversion.run_in_process("run", example, *words).stdout != ""
+            continue
+        assert "has no experts for the GPU; give the complete model, or one from" in str(result.exception)
+        error = conversion.run_in_process("eval", rest, "--cpu-weights", int8, "--text", HELDOUT).exception
+        assert str(error).endswith("; eval also computes the original experts: give the complete model.")
+        error = conversion.run_in_process(
+            "train", rest, "-o", tmp_path / "adapter", "--dataset", HELDOUT, "--max-steps", 1
+        ).exception
+        assert str(error).endswith("has none: give them as --cpu-weights, or give the complete model.")
+    error = conversion.run_in_process(
+        "run", rest, "--cpu-weights", int8, "--num-gpu-experts", 2, "--prompt", "import"
+    ).exception
+    assert "lacks expert 0 of layer 0, which is in the mask; give the complete model, or fetch it with" in str(error)
 
 
 REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [

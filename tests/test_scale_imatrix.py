@@ -113,6 +113,16 @@ def test_a_folder_without_statistics_is_refused(source: Path, tmp_path: Path) ->
     conversion.check_refusal(done, 5, f"{source}: has no statistics of a model's experts (statistics.json); run `ktc")
 
 
+def test_files_and_folders_that_are_exchanged_are_recognized(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    words = ("cpu", source, tmp_path / "out", "--scale")
+    for options, code, message in (
+        (("imatrix", "--statistics", imatrix), 2, f"{imatrix} is a file; give a folder, such as {imatrix.parent}"),
+        (("imatrix", "--imatrix", imatrix.parent), 5, "is a folder, not an importance matrix; give a .gguf or .dat"),
+        (("absmax", "--statistics", imatrix.parent), 2, "is not for --scale absmax; give --scale imatrix or mse,"),
+    ):
+        conversion.check_refusal(conversion.ktconvert(*words, *options), code, message)
+
+
 def test_the_statistics_are_recorded(source, imatrix, output, tmp_path):
     digest, path = hashlib.sha256(imatrix.read_bytes()).hexdigest(), tmp_path / "a"
     same = statistics(tmp_path / "same.gguf")  # the same content elsewhere: the same output

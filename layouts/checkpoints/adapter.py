@@ -337,6 +337,13 @@ def read_pairs(
     return pairs
 
 
+def require_finite(pairs: Iterable[Pair]) -> None:
+    """Raise InputError for a matrix with a number that is not finite."""
+    for pair in pairs:
+        for info in (pair.a, pair.b):
+            _read(pair.file, info, range(info.shape[0]))
+
+
 def _find_names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
     """Return the names that patterns may use for a module; for an expert, also its projection in all experts."""
     if match := OF_EXPERT.fullmatch(module):

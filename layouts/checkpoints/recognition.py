@@ -50,30 +50,37 @@ from ktconvert.layouts.tensors import format_ranges
 
 Found = TypeVar("Found")
 
+WITHOUT_EXPERTS = "a model from `ktconvert fetch` has none: give them as --cpu-weights, or give the complete model"
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
 
 
 def recognize(
-    source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False, experts: str = ALL
+    source: TensorSource,
+    archs: Sequence[Arch] = ARCHS,
+    *,
+    to_read: bool = False,
+    experts: str = ALL,
+    partial: bool = False,
 ) -> MoeModel:
     """Recognise the experts of a checkpoint by reading only headers.
 
     to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
     experts  the stack to convert, by its name in the table of architectures, or ALL
+    partial  also accept a model that lacks experts, as `ktconvert fetch` writes it
 
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
     its config; both name the file and the tensor. Raises UsageError for a stack that the model does not have.
     """
     try:
-        return _recognize(source, archs, to_read, experts)
+        return _recognize(source, archs, to_read, experts, partial)
     except (InputError, UnsupportedError) as error:
         info = source.tensors.get(error.tensor)
         file = source.shards[0].path if source.is_single_file else source.root
         raise error.with_path(source.path(info) if info else file) from None
 
 
-def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, experts: str) -> MoeModel:
+def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, experts: str, partial: bool) -> MoeModel:
     arch = _find_arch(source, archs)
     notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
@@ -99,7 +106,7 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
         if limit is None and arch.more:
             raise InputError(f"config.json has no number of layers ({row.layers[0]}); use the config.json of the model")
         if experts in (ALL, row.stack):
-            stacks[row.stack] = _read_stack(source, row, stack_scan, first, limit)
+            stacks[row.stack] = _read_stack(source, row, stack_scan, first, limit, partial)
         first += limit[1] if limit else 0
     moe_layers = {layer: moe for stack in stacks.values() for layer, moe in stack.layers.items()}
     mtp = sorted({layer for stack in stacks.values() for layer in stack.mtp_layers})
@@ -151,12 +158,15 @@ class _Stack(NamedTuple):
     mtp_tensors: set[str]
 
 
-def _read_stack(source: TensorSource, arch: Arch, scan: NameScan, first: int, limit: tuple[str, int] | None) -> _Stack:
+def _read_stack(
+    source: TensorSource, arch: Arch, scan: NameScan, first: int, limit: tuple[str, int] | None, partial: bool
+) -> _Stack:
     """Return the experts of a stack.
 
-    arch   the row of the stack
-    first  the number of its layer 0 in outputs
-    limit  the config key of its number of layers, and the number
+    arch     the row of the stack
+    first    the number of its layer 0 in outputs
+    limit    the config key of its number of layers, and the number
+    partial  whether experts may be missing
     """
     for (kind, n), name in scan.foreign.items():
         if limit is None or n < limit[1]:
@@ -170,10 +180,11 @@ def _read_stack(source: TensorSource, arch: Arch, scan: NameScan, first: int, li
     if arch.function.output_norm:
         scan.strays = [name for name in scan.strays if not OUTPUT_NORM.search(name)]
     _refuse_strays(scan, prefix, mtp)
-    if scan.routers or len(scan.present) > len(scan.layers):  # otherwise there are only experts: a layer may be dense
+    # If there are only experts, a layer may be dense.
+    if not partial and (scan.routers or len(scan.present) > len(scan.layers)):
         _refuse_gaps(scan, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
-    moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
+    moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most, partial) for n, layer in stored.items()}
     return _Stack(
         layers={first + n: moe for n, moe in moe_layers.items()},
         functions={first + n: _find_function(arch, source.config, n, moe) for n, moe in moe_layers.items()},
@@ -319,18 +330,16 @@ def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Seq
     ]
     if experts < 2 and not candidates:
         return UnsupportedError(f"{family_names}: a dense model, it has no experts to convert")
-    remedy = "if they are gate, up and down matrices, describe them with --arch-file"
     if not candidates:
         key = recorded_count[0] if recorded_count else ""
-        without = "a model from `ktconvert fetch` has none: give them as --cpu-weights, or give the model itself"
         problem = f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs"
-        return UnsupportedError(problem, f"{without}; {remedy}")
+        return UnsupportedError(problem, WITHOUT_EXPERTS)
     examples = list({NUMBER.sub("#", name): name for name in reversed(candidates)}.values())[::-1]
     examples_text = ", ".join(map(repr, examples[:MOST_NAMES])) + (" and others" if len(examples) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
     return UnsupportedError(
         f"{family_names}: its experts are not stored as any known family's (tensors {examples_text})",
-        f"{remedy}. Known are: {rows}",
+        f"if they are gate, up and down matrices, describe them with --arch-file. Known are: {rows}",
         tensor=examples[0],
     )
 

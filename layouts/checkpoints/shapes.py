@@ -59,8 +59,13 @@ class MoeLayer:
         return self.input_major and not is_output_major
 
 
-def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int) -> MoeLayer:
-    """Measure layer n; `most` is the number of experts if the config does not record it.
+def measure_layer(
+    source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int, partial: bool
+) -> MoeLayer:
+    """Measure layer n.
+
+    most     number of experts if the config does not record it
+    partial  whether experts may be missing
 
     Raises InputError for a tensor that is missing, superfluous, misshapen or contradicts the config, UnsupportedError
     for a weight that no encoding reads.
@@ -74,8 +79,10 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     weights, kinds = _make_weights(source, stored, prefix, n)
     separate = isinstance(style, Separate)
     count = _count_experts(weights, experts, most) if separate else 0
+    found = sorted({expert for _, expert in weights})
+    required: Sequence[int] = found if partial and found else range(count) if separate else (-1,)
     for matrix in style.matrices:
-        for expert in range(count) if separate else (-1,):
+        for expert in required:
             if (matrix, expert) not in weights:
                 rows = (weight.encoding for weight in weights.values())
                 pattern = next((row.tensor_names[row.values_role][0] for row in rows), "{t}")  # or unused tensors alone
@@ -83,10 +90,10 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
                 name = encodings.expand_pattern(pattern, expand_template(style, prefix, matrix, n, number))
                 problem = f"is missing, though layer {n} has other expert tensors"
                 raise bad_tensor(name, problem, INCOMPLETE)
-    first = weights[style.matrices[0], 0 if separate else -1]
+    first = weights[style.matrices[0], required[0]]
     count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
-        h, i, input_major = _measure_separate(weights, style.matrices, count)
+        h, i, input_major = _measure_separate(weights, first, count)
     elif isinstance(style, Stacked) and style.flat:
         h, i, input_major = _measure_flat(weights, style)
     else:
@@ -248,8 +255,7 @@ def _count_experts(weights: Weights, recorded: Recorded, most: int) -> int:
     return count
 
 
-def _measure_separate(weights: Weights, matrices: Sequence[str], count: int) -> tuple[int, int, bool]:
-    first = weights[matrices[0], 0]
+def _measure_separate(weights: Weights, first: Weight, count: int) -> tuple[int, int, bool]:
     if len(first.shape) != 2 or 0 in first.shape:
         raise _misshapen(first, "a matrix [I, H]")
     width, hidden = first.shape

@@ -125,6 +125,9 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
     Raises InputError for a file that is damaged, has values that are no sums of squares, or belongs to a different
     model.
     """
+    if path.is_dir():
+        remedy = "give a .gguf or .dat file; for a folder of `ktconvert calibrate`, use --statistics"
+        raise InputError("is a folder, not an importance matrix", remedy, path=path)
     with open_regular_file(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
             records = _read_gguf_records(path)

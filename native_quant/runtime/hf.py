@@ -118,6 +118,7 @@ class KTConvertQuantizer(HfQuantizer):
     _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with all weights"
     stored_tensors: dict[str, StoredTensor] | None = None  # to load instead of the files, if some are quantized
     _for_images = range(0)  # numbers of experts that are loaded, beside the replaced ones
+    _shapes: Mapping[str, torch.Size] = {}  # of the model's tensors by its config
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -142,7 +143,7 @@ class KTConvertQuantizer(HfQuantizer):
         layers = max(model.config.get_text_config(decoder=True).num_hidden_layers, 1 + max(sizes))
         by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
         masks = {layer: mask for layer, mask in by_layer.items() if mask.any()}
-        source = self._open_hot_weights(modules, folder) if masks else None
+        source = self._open_hot_weights(modules, folder, masks) if masks else None
         if checkpoint_files and settings.quant_method == NAME:
             self.stored_tensors = hf_non_experts.find_decoded_tensors(checkpoint_files)
         loaded = self._load_experts(root, type(model).__name__, modules, masks)
@@ -180,10 +181,18 @@ class KTConvertQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_unexpected.add(hf_non_experts.ANY_EXPERT)
         if self.stored_tensors is not None:
             model._keys_to_ignore_on_load_unexpected.add(ACTIVATION_SCALES)
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Let the linears that transformers loaded multiply few tokens at the memory's speed, too."""
+        """Let the linears that transformers loaded multiply few tokens at the memory's speed, too.
+
+        Raises InputError for a tensor whose shape differs from that of the config, which transformers does not check.
+        """
+        loaded = model.state_dict()
+        pairs = ((name, loaded[name].shape, shape) for name, shape in self._shapes.items() if name in loaded)
+        mismatched = [(name, stored, shape) for name, stored, shape in pairs if stored != shape]
+        hf_non_experts.require_equal_shapes(mismatched, model.config.name_or_path)
         accelerate_linears(model, get_shared_pool(self.quantization_config.threads))
         return model
 
@@ -193,15 +202,18 @@ class KTConvertQuantizer(HfQuantizer):
         conversions = quantizer.update_weight_conversions(weight_conversions, *model)
         return hf_non_experts.convert_experts_for_images(conversions, self._for_images)
 
-    def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
-        """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
+    def _open_hot_weights(
+        self, modules: list[ExpertModule], folder: Path | None, masks: Mapping[int, Mask]
+    ) -> HotWeights:
+        """Open the checkpoint of the hot experts, which must have them, and the model's sizes. masks: layer -> mask."""
         gpu_experts = self.quantization_config.gpu_experts
         root = folder if gpu_experts is None else Path(gpu_experts).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set gpu_experts to the hot experts' checkpoint")
         source = HotWeights(root)
         for module in modules:
-            source.require_layer(module.layer, (module.num_experts, module.hidden, module.intermediate))
+            if (mask := masks.get(module.layer)) is not None:
+                source.require_experts(module.layer, (module.num_experts, module.hidden, module.intermediate), mask)
         return source
 
     def _load_experts(

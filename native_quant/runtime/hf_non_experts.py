@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.sources.containers import SAFETENSORS
@@ -44,6 +44,20 @@ def require_files(root: Path) -> None:
     """Raise UnsupportedError for a directory without safetensors files: transformers would look for other files."""
     if root.is_dir() and not any(root.glob("*.safetensors")):
         raise UnsupportedError(_advise_original(root, "holds only routed experts"))
+
+
+def require_equal_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], model: str) -> None:
+    """Raise InputError for tensors whose shapes differ from those that config.json describes.
+
+    mismatched  name, stored shape and shape by the config
+    model       directory or hub id
+    """
+    if mismatched:
+        name, stored, expected = min(mismatched)
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        problem = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
+        path = Path(model, "config.json") if Path(model).is_dir() else model
+        raise InputError(problem, "compare it with the file of the model's release", path=path)
 
 
 def make_renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenaming]:

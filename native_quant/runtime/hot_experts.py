@@ -16,7 +16,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognize
+from ktconvert.layouts.checkpoints.recognition import WITHOUT_EXPERTS, recognize
 from ktconvert.layouts.errors import ArgumentError, InputError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files import documents
@@ -155,16 +155,31 @@ def hot_fraction(counts: I64, mask: Mask) -> F64:
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub. Opening it reads only headers."""
+    """The routed experts of a checkpoint, or some of them: a directory, or a model of the hub.
+
+    Opening it reads only headers.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._source = open_checkpoint(path)
         self._source.require_one_reading()
         self.root = self._source.root
-        self.model: MoeModel = recognize(self._source)
+        try:
+            self.model: MoeModel = recognize(self._source, partial=True)
+        except UnsupportedError as error:
+            if error.remedy != WITHOUT_EXPERTS:
+                raise
+            remedy = "give the complete model, or one from `ktconvert fetch --gpu-experts-mask`"
+            raise UnsupportedError("has no experts for the GPU", remedy, path=self.root) from error
 
-    def require_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
-        """Raise UnsupportedError if a layer is missing, or if its sizes E, H, I differ from the loaded model's."""
+    def require_experts(self, layer: int, shape: tuple[int, int, int], mask: Mask) -> None:
+        """Require the hot experts of a layer.
+
+        shape  sizes E, H and I of the loaded model
+        mask   bool [E], the hot experts
+
+        Raises UnsupportedError if the layer is missing or has other sizes, InputError if it lacks one of the experts.
+        """
         e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
         contents = (
             f"layer {layer} has {e} experts of hidden size {h} and width {i}, but the model has {{}} of {{}} and {{}}"
@@ -173,6 +188,11 @@ class HotWeights:
             contents = f"has no experts of layer {layer}, but the model has"
         if (e, h, i) != shape:
             raise UnsupportedError(f"{self.root}: {contents.format(*shape)}; use a checkpoint of this model")
+        stored = {expert for _, expert in self.model.moe_layers[layer].weights}
+        missing = sorted({*map(int, mask.nonzero()[0])} - stored)
+        if missing and -1 not in stored:  # which stands for a tensor of all experts
+            problem = f"lacks expert {missing[0]} of layer {layer}, which is in the mask"
+            raise InputError(problem, "give the complete model, or fetch it with the same mask", path=self.root)
 
     def require_function(self, layer: int, function: ExpertFunction) -> None:
         """Raise UnsupportedError if a layer's experts compute something other than this function."""

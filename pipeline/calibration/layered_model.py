@@ -178,7 +178,9 @@ class LayeredModel:
         with self._explain_errors(pretrained.BUILD):
             loading, _ = convert_and_load_state_dict_in_model(self.hf_model, stored, config)
         del stored
-        pretrained.require_equal_shapes(loading.mismatched_keys, str(self.source.root))
+        from ktconvert.native_quant.runtime import hf_non_experts
+
+        hf_non_experts.require_equal_shapes(loading.mismatched_keys, str(self.source.root))
         if missing := sorted(needed & loading.missing_keys):
             raise InputError(
                 f"{self.source.root}: lacks {len(missing)} tensors of its model, such as {missing[0]}; {INCOMPLETE}."

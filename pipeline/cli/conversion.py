@@ -7,7 +7,7 @@ import glob
 import os
 import shlex
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,10 +225,9 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
     for note in dict.fromkeys(always_shown):
         reporter.announce(note)
     for note in dict.fromkeys(_make_plan_notes(plans)):
-        reporter.note(note)
+        (reporter.announce if options.dry_run else reporter.note)(note)
     if options.dry_run:
-        _report_serving(plans, reporter)
-        reporter.count_hidden_notes()
+        _report_serving(plans, reporter.announce)
         as_json = options.reporting.json_events
         with_workers = uses_workers(options.workers)
         if share is None:  # a job share needs only a part of the space
@@ -366,7 +365,7 @@ def run_plans(
     threads  threads of each worker, if there are workers; None for the number of the backend
     """
     if reporter.json_events:  # the last event is `finished`
-        _report_serving(plans, reporter)
+        _report_serving(plans, reporter.detail)
     overwrite = plans[0].options.existing.overwrite
     with open_backend(workers.executor, reporter.warn, workers.executor_timeout) as backend:
         if backend.executor is not None:
@@ -391,10 +390,10 @@ def run_plans(
     for plan in plans if has_worked else ():
         reporter.say(f"next: {plan.next_command}")
     if has_worked and not reporter.json_events:
-        _report_serving(plans, reporter)
+        _report_serving(plans, reporter.detail)
 
 
-def _report_serving(plans: Sequence[Plan], reporter: Reporter) -> None:
+def _report_serving(plans: Sequence[Plan], report: Callable[[str], None]) -> None:
     for plan in plans:
         if plan.serving:
-            reporter.detail(plan.serving)
+            report(plan.serving)

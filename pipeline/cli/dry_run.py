@@ -75,6 +75,7 @@ def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     facts: Mapping[str, Any] = plan.facts
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "dtypes")
     rows = [(key, join_values(facts[key])) for key in known if key in facts]
+    rows += [(method, f"layers {layers}") for method, layers in facts.get("methods", {}).items()]
     rows += [("compute", describe_record(facts["functions"]))] if "functions" in facts else []
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
     if facts.get("method") in kt_kernel.KT_METHODS:

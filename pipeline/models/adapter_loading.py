@@ -19,6 +19,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     read_pairs,
     read_settings,
     require_adapter,
+    require_finite,
     write_peft_adapter,
 )
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_LAYER, ExpertNames
@@ -133,7 +134,7 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
             write_peft_adapter(folder, Path(scratch), _name_experts(base))
             return _add_adapter(model, Path(scratch), model_name, adapter, shared)
     settings = read_settings(folder, SERVE if shared else RUN)
-    read_pairs(folder, settings, others=True)
+    require_finite(read_pairs(folder, settings, others=True).values())
     if shared:
         _require_own_tensors(folder, settings)
     with _explain_errors(folder, model_name), hide_renamings():

@@ -142,7 +142,12 @@ def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> t
             )
         return original.eval(), converted.eval()
     converted, _ = loading.load_model_and_tokenizer(choice)
-    original, _ = loading.load_model_and_tokenizer(replace(choice, cpu_weights=None, non_experts=STORED))
+    try:
+        original, _ = loading.load_model_and_tokenizer(replace(choice, cpu_weights=None, non_experts=STORED))
+    except InputError as error:
+        if pretrained.GIVE_EXPERTS not in error.remedy:
+            raise
+        raise error.with_remedy("eval also computes the original experts: give the complete model") from error
     shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
         if name in shared:  # the parameters of adapters for experts are not shared

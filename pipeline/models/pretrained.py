@@ -7,7 +7,7 @@ settings that would add more than predictions, and reports errors of transformer
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ PREDICTIONS_ONLY["return_dict"] = True
 BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
 COMPARE = "compare it with the file of the model's release"
 COMPARE_FILES = "compare the model's files with its release (`ktconvert models --check`)"
+GIVE_EXPERTS = "give converted experts as --cpu-weights"
 CHECKED_TOKENS = 16  # with fewer, torch's attention on a CPU ignores queries and keys that are NaN
 TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError if an allocation on the CPU fails
 # In transformers' error for an unknown model type.
@@ -287,10 +288,12 @@ def load_pretrained(
             )
             loaded_model.config.name_or_path = loaded_model.name_or_path = model
             loaded_model.generation_config = generation or loaded_model.generation_config
-    require_equal_shapes(info["mismatched_keys"], model)
+    from ktconvert.native_quant.runtime import hf_non_experts
+
+    hf_non_experts.require_equal_shapes(info["mismatched_keys"], model)
     if missing := sorted(info["missing_keys"]):
         problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
-        experts = "give converted experts as --cpu-weights (a model from `ktconvert fetch` has none), or "
+        experts = f"{GIVE_EXPERTS} (a model from `ktconvert fetch` has none), or "
         remedy = (experts if ".experts." in missing[0] else "") + "compare both with the release"
         raise InputError(problem, remedy, path=model)
     require_finite_logits(loaded_model, model)
@@ -326,18 +329,6 @@ def silence_loading_report() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(old_verbosity)
-
-
-def require_equal_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], model: str) -> None:
-    """Raise InputError for tensors whose shapes differ from those of the config: transformers does not load them.
-
-    mismatched  name, stored shape and shape of the config
-    """
-    if mismatched:
-        name, stored, expected = min(mismatched)
-        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        problem = f"makes {name} {list(expected)}, and the stored tensor is {list(stored)}{more}"
-        raise InputError(problem, COMPARE, path=_locate(model, CONFIG))
 
 
 def require_finite_logits(loaded: Any, model: str) -> None:

@@ -253,7 +253,7 @@ class ImportanceFile(Options):
     )
     statistics: Path | None = tuning_option(
         "Folder of `calibrate`, for --scale imatrix or mse (not with --imatrix).",
-        FilePath(absolute=True),
+        FilePath(absolute=True, directory=True),
         excludes="imatrix",
         group=Group.QUANTIZATION,
     )

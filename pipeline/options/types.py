@@ -121,13 +121,15 @@ class FilePath(click.Path):
     """
 
     def __init__(self, *, absolute: bool = False, directory: bool = False) -> None:
-        super().__init__(path_type=Path, file_okay=not directory, readable=False)  # who reads it explains why not
-        self._absolute = absolute
+        super().__init__(path_type=Path, readable=False)  # who reads it explains why not
+        self._absolute, self._directory = absolute, directory
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        if self._directory and path.is_file():
+            self.fail(f"{path} is a file; give a folder, such as {path.parent}", param, ctx)
         if path.name == "..":  # the work directory of an output is next to it and is named after it
             path = path.expanduser().resolve()
         return _make_absolute(path) if self._absolute else path

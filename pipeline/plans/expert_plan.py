@@ -330,7 +330,7 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     if path is not None and not reads_file:
         if options.map_choice is not None:
             return None
-        flag, scales = ("--statistics", "imatrix or gptq") if importance.imatrix is None else ("--imatrix", "imatrix")
+        flag, scales = ("--statistics", "imatrix or mse") if importance.imatrix is None else ("--imatrix", "imatrix")
         problem = f"{flag} is not for --scale {quantizer.name}"
         raise UsageError(f"{problem}; give --scale {scales}, which uses it, or leave it out.")
     if path is None:
