@@ -549,7 +549,7 @@ def test_explain_prints_the_parts_of_memory_and_the_limits(tiny):
         (("--ram", "much"), 2, "is not a size"),
         (("--vram", "24GB,x"), 2, "is not a size"),
         (("--vram", ""), 2, "is not a size"),
-        (("--disk", "0"), 2, "is not a size"),
+        (("--disk", "0"), 2, "must be greater than 0"),
         (("--bandwidth", "fast"), 2, "is not a size"),
         (("--gpu-bandwidth", "-1"), 2, "is not a size"),
         (("--numa", "0"), 2, "numa"),
