@@ -310,7 +310,7 @@ def test_serve_rejects_an_incomplete_model(example, tmp_path):
     """As `run` does: it fills no weight with random numbers."""
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
-    expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"
+    expected = "lacks 1 tensor of the model that config.json describes, such as model.norm.weight; compare both with the release"
     for load in (serving.load_application, loading.load_model_and_tokenizer):
         with pytest.raises(InputError, match=re.escape(f"{model}: {expected}")):
             load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))

@@ -21,6 +21,7 @@ from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.native_quant.runtime.stored_tensors import read_tensor
 from ktconvert.pipeline.calibration.requirements import TOKENS_AT_ONCE
 from ktconvert.pipeline.models import pretrained
+from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -182,9 +183,8 @@ class LayeredModel:
 
         hf_non_experts.require_equal_shapes(loading.mismatched_keys, str(self.source.root))
         if missing := sorted(needed & loading.missing_keys):
-            raise InputError(
-                f"{self.source.root}: lacks {len(missing)} tensors of its model, such as {missing[0]}; {INCOMPLETE}."
-            )
+            problem = f"lacks {plural(len(missing), 'tensor')} of its model, such as {missing[0]}"
+            raise InputError(problem, INCOMPLETE, path=self.source.root)
         try:
             yield
         finally:

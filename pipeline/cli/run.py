@@ -62,18 +62,14 @@ def run(options: RunOptions) -> None:
         if count < options.max_new_tokens:
             reporter.announce(f"the model's context of {context} tokens leaves {count} for the answer")
         _say(prompt)
-        with pretrained.explain_errors(
-            choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
-        ):
-            text, speed = generating.generate_text(
-                *loaded,
-                inputs,
-                max_new_tokens=count,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                emit=_say,
-            )
-        _say("\n")
+        sampling: Any = {"temperature": options.temperature, "top_p": options.top_p}
+        try:
+            with pretrained.explain_errors(
+                choice.model, pretrained.GENERATION, action="generate as it says", unchanged=(OSError,)
+            ):
+                text, speed = generating.generate_text(*loaded, inputs, max_new_tokens=count, **sampling, emit=_say)
+        finally:  # so that a message begins a line
+            _say("\n")
         click.echo(speed.describe(), err=True)
         return text
 

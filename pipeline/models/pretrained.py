@@ -23,7 +23,7 @@ from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.pipeline.report.text import first_line
+from ktconvert.pipeline.report.text import first_line, plural
 
 if TYPE_CHECKING:
     import torch
@@ -292,7 +292,7 @@ def load_pretrained(
 
     hf_non_experts.require_equal_shapes(info["mismatched_keys"], model)
     if missing := sorted(info["missing_keys"]):
-        problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
+        problem = f"lacks {plural(len(missing), 'tensor')} of the model that {CONFIG} describes, such as {missing[0]}"
         experts = f"{GIVE_EXPERTS} (a model from `ktconvert fetch` has none), or "
         remedy = (experts if ".experts." in missing[0] else "") + "compare both with the release"
         raise InputError(problem, remedy, path=model)

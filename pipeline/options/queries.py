@@ -117,7 +117,7 @@ class Target(Options):
     vram: Any = option("Memory of each GPU, such as 24GB,24GB; 0 for none.", SizeList(), unset="this machine's GPUs")
     gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text(), excludes="vram")
     numa: int | None = option("Number of NUMA nodes.", Integer(min=1), unset="this machine's")
-    disk: int | None = option("Free disk space.", Size(), unset="free space of the current directory")
+    disk: int | None = option("Free disk space.", Size(), unset="free space where outputs go")
     context: int | None = option(
         "Number of tokens of a sequence, prompt and answer.", Integer(min=1), unset="32768, or the model's limit"
     )

@@ -77,7 +77,8 @@ def _find_hot_tensors(model: MoeModel, mask_file: Path | None) -> Iterator[str]:
     counts: Collection[int] = {model.shape(layer)[0] for layer in model.layers}
     if mask.shape[0] != layers or counts != {mask.shape[1]}:
         shape = f"{layers} layers of {' or '.join(map(str, sorted(counts)))} experts"
-        raise UsageError(f"--gpu-experts-mask {mask_file}: is {list(mask.shape)}, but the model has {shape}.")
+        problem = f"--gpu-experts-mask {mask_file}: is {list(mask.shape)}, but the model has {shape}"
+        raise UsageError(problem, "give a mask of this model")
     for layer in model.layers:
         for expert in map(int, mask[layer].nonzero()[0]):
             yield from (info.name for info in model.expert_tensors(layer, expert))

@@ -30,7 +30,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.models.evaluate import compare_logits
-from ktconvert.pipeline.report.text import first_line, size, summarize
+from ktconvert.pipeline.report.text import first_line, plural, size, summarize
 from ktconvert.pipeline.verify.checks import Check
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _load_model(root: Path) -> Iterator[Any]:
                 root, config=config, local_files_only=True, output_loading_info=True
             )
         if missing := sorted(keys["missing_keys"]):
-            raise Skip(f"{root} lacks {len(missing)} tensors of its model, such as {missing[0]}")
+            raise Skip(f"{root} lacks {plural(len(missing), 'tensor')} of its model, such as {missing[0]}")
         yield model
     except (Skip, UnsupportedError):
         raise
