@@ -86,7 +86,8 @@ INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work
             for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = setzero_ps();
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++, codes += pairs_bytes, a += 8) {
-                kt_fetch_codes(small_l1, coding, codes, pairs_bytes);
+                if (small_l1) kt_fetch_codes(coding, codes, pairs_bytes);
+                else kt_fetch_in_turn(coding == KT_BF16_CODES, work->ahead, codes - work->chunk, pairs_bytes);
 #pragma GCC unroll 4
                 for (int g = 0; g < 4; g++) {
                     ints pairs[2];

@@ -34,6 +34,14 @@ static const uint8_t *get_codes(const kt_bf16_panel *panel, int64_t first) {
     return panel->codes + code_bytes(panel, first);
 }
 
+kt_ahead kt_find_ahead(const kt_bf16_gemm *job, int64_t s, int64_t first, int64_t columns) {
+    const kt_bf16_panel *pair = &job->panel[s - s % 2];
+    const int64_t half = code_bytes(pair, columns) / 2;
+    const uint8_t *next = get_codes(pair, first) + KT_CHUNK_AHEAD;
+    if (pair + 1 == job->panel + job->panels) return (kt_ahead){{next, next + half}};
+    return (kt_ahead){{next + s % 2 * half, get_codes(pair + 1, first) + KT_CHUNK_AHEAD + s % 2 * half}};
+}
+
 static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t first, int64_t columns, int64_t token,
                  int64_t tokens, uint8_t *out) {
     for (int64_t t = token; t < token + tokens; t++, out += steps->row_bytes)
@@ -105,7 +113,8 @@ static void multiply_codes(const kt_bf16_gemm *job, kt_bf16_block_fn *few, space
                           .chunk = get_codes(panel, first),
                           .columns = columns,
                           .a = scratch->a,
-                          .c = job->c + s * job->c_pitch};
+                          .c = job->c + s * job->c_pitch,
+                          .ahead = kt_find_ahead(job, s, first, columns)};
     read_scales(job, panel, first, scratch->scale, &work);
     few(&work);
 }

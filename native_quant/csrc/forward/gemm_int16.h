@@ -52,6 +52,7 @@ typedef struct {
     const kt_int16_columns *a;
     int64_t pitch;
     float *c;
+    kt_ahead ahead;
 } kt_int16_block;
 typedef void kt_int16_block_fn(const kt_int16_block *work);
 

@@ -70,6 +70,7 @@ static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, spac
     work.scales = get_scales(panel, first);
     work.values = panel->integers->values;
     work.scale = scratch->scale;
+    work.ahead = kt_find_ahead(job, s, first, work.columns);
     for (int64_t b = 0; b < blocks; b++) {
         int64_t from = job->m * b / blocks, to = job->m * (b + 1) / blocks;
         work.tokens = to - from;

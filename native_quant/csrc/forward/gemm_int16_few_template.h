@@ -2,7 +2,7 @@
  * that includes this after gemm_int16_template.h must define
  *
  *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with activations of 14 bits; X(1) .. X(FEW_BLOCK)
- *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched
+ *     FEW_AHEAD(bits)             bytes between a code that is multiplied and one that is prefetched with a small L1
  *     FEW_SCALES_AHEAD            blocks of KTQ_K_COLUMNS columns between scales that are read and those prefetched
  *     FEW_FETCHED                 fewest products of a code of 4 bits for which codes are prefetched with a small L1
  *     FEW_UNITS                   columns of a unit with codes of up to 5, of 6 and of 8 bits, at most KT_CHUNK_COLUMNS
@@ -119,12 +119,11 @@ INLINE void multiply_pairs(int bits, int kind, ints values, int tokens, const ui
     }
 }
 
-/* Whether codes are prefetched. Zen 4: with few products of codes of 4 bits, the processor's own prefetching is faster
-   (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2 times as long. To look
-   up values takes as long as more products. Emerald Rapids, whose L1 is larger: without prefetching, Q4_0 takes 1.2 to
-   1.35 times as long with one and two tokens, and Q4_K 1.1 to 1.17 times. */
+/* Whether codes are prefetched with a small L1. Zen 4: with few products of codes of 4 bits, the processor's own
+   prefetching is faster (a layer with one token takes 0.8 to 1.0 of the time), but with wider codes it takes 1.3 to 2
+   times as long. To look up values takes as long as more products. */
 INLINE int fetches(int planes, int bits, int kind, int tokens) {
-    return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED || !kt_has_small_l1();
+    return bits > 4 || planes * tokens * (kind == VALUES ? 2 : 1) >= FEW_FETCHED;
 }
 
 /* Whether codes have the scales of Q4_K, Q5_K or Q6_K, which are decoded in registers. */
@@ -161,8 +160,11 @@ INLINE void multiply_codes(int planes, int bits, int kind, ints values, int toke
     const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + row / KT_HALF_ROWS * half_bytes;
     const uint8_t *half[TOGETHER];
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-    for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)
-        fetch_to_l2(codes + FEW_AHEAD(bits) + i * 64);
+    if (bits < 8 && !kt_has_small_l1()) /* units of 8 bits are so short that two pages are read at once anyway */
+        kt_fetch_in_turn(planes * tokens < 4, work->ahead, codes - work->codes, 128 * bits / PASSES);
+    else
+        for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)
+            fetch_to_l2(codes + FEW_AHEAD(bits) + i * 64);
     for (int x = 0; x < TOGETHER; x++)
         half[x] = codes + (row + x * LANES) % KT_HALF_ROWS * line_bytes / KT_HALF_ROWS +
                   (PASSES == 1 ? x * half_bytes : 0);
