@@ -237,6 +237,8 @@ def test_repair_with_a_damaged_download_keeps_the_old_file(
         (["{folder}", "--check", "org/tiny"], UsageError, "--check takes no FOLDERS"),
         (["--check", "org/tiny"], InputError, "not in the local cache"),
         (["--check", "{folder}/absent"], InputError, "does not exist; check the path"),
+        (["--check", "{output}/README.md"], InputError, "is a file, not a model; give the directory "),
+        (["--check", "{folder}", "--against", "{output}"], UsageError, "not a hub id; give that of the model"),
         (["--check", "{output}"], UsageError, "an output of ktconvert; check it with `ktconvert verify "),
     ],
 )

@@ -414,6 +414,13 @@ def test_fetch_gets_what_is_no_expert(hub, environment, model, tmp_path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_fetch_refuses_experts_alone(model, tmp_path) -> None:
+    converted = tmp_path / "converted"
+    assert conversion.ktconvert("cpu", model, converted, "--quant-method", "rawint4").returncode == 0
+    refused = conversion.ktconvert("fetch", converted, "-o", tmp_path / "rest")
+    conversion.check_refusal(refused, 5, "contains converted experts, not a model; give the model")
+
+
 def test_fetch_adds_the_experts_of_a_mask(environment, model, tmp_path) -> None:
     mask = np.zeros((LAYERS, EXPERTS), np.bool_)
     mask[3, 1] = True
@@ -425,6 +432,10 @@ def test_fetch_adds_the_experts_of_a_mask(environment, model, tmp_path) -> None:
     assert {name for name in names if ".experts." in name} == {
         f"model.layers.3.mlp.experts.1.{projection}_proj.weight" for projection in ("gate", "up", "down")
     }
+    described = conversion.ktconvert("inspect", tmp_path / "rest")
+    assert "made by       ktconvert" in described.stdout and "complete      yes" in described.stdout
+    refused = conversion.ktconvert("cpu", tmp_path / "rest", tmp_path / "out")
+    conversion.check_refusal(refused, 5, "`ktconvert fetch` left out experts; give the complete model")
     (tmp_path / "mask.safetensors").write_bytes(mask_file(mask[1:]))
     shutil.rmtree(tmp_path / "rest")
     conversion.check_refusal(

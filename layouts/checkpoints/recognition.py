@@ -44,12 +44,14 @@ from ktconvert.layouts.checkpoints.match import (
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, UsageError
+from ktconvert.layouts.files.manifest import is_written_by
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
 
 Found = TypeVar("Found")
 
+FETCH = "fetch"  # command whose outputs lack experts
 WITHOUT_EXPERTS = "a model from `ktconvert fetch` has none: give them as --cpu-weights, or give the complete model"
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
@@ -75,6 +77,8 @@ def recognize(
     try:
         return _recognize(source, archs, to_read, experts, partial)
     except (InputError, UnsupportedError) as error:
+        if error.remedy == INCOMPLETE and is_written_by(source.root, FETCH):
+            error = error.with_remedy("`ktconvert fetch` left out experts; give the complete model")
         info = source.tensors.get(error.tensor)
         file = source.shards[0].path if source.is_single_file else source.root
         raise error.with_path(source.path(info) if info else file) from None

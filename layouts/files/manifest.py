@@ -141,6 +141,14 @@ def compute_actual_digest(manifest: Manifest) -> str:
     return compute_digest(msgspec.to_builtins(manifest))
 
 
+def is_written_by(folder: Path, command: str) -> bool:
+    """Return whether a command wrote a folder, by its manifest; False if the manifest is damaged."""
+    try:
+        return (record := read_manifest(folder)) is not None and record.command == command
+    except VerificationError:
+        return False
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """Read an output's manifest; return None if there is none.
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktconvert.layouts.checkpoints.adapter import MERGE
+from ktconvert.layouts.checkpoints.recognition import FETCH
 from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_quantization
 from ktconvert.layouts.sources import config as cfg
 
 COMMAND = "dequantize"
-COMMANDS = (COMMAND, MERGE, "fetch")
+COMMANDS = (COMMAND, MERGE, FETCH)
 METHOD = "BF16"
 FETCHED = "as released"
 VERSION = 1

@@ -170,6 +170,13 @@ class HelpOption(click.Option):
         return extra if default is None else {**extra, "default": str(default)}
 
 
+class Argument(click.Argument):
+    """A positional argument that errors name without brackets."""
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        return f"'{(self.name or '').upper()}'"
+
+
 class MultiValueCommand(Command):
     """A command whose repeatable options take several values after one flag, like argparse's nargs="*"."""
 
@@ -206,7 +213,7 @@ def click_parameters(option_field: OptionField, command: str) -> Iterator[click.
         required = not option.flags and default is REQUIRED
         number = -1 if option_field.value_type is tuple else 1
         name = f"[{name}]..." if number < 0 else name
-        yield click.Argument([option.argument], type=kind, required=required, nargs=number, metavar=name)
+        yield Argument([option.argument], type=kind, required=required, nargs=number, metavar=name)
         if not option.flags:
             return
     show_default = not any(default is hidden_default for hidden_default in (REQUIRED, None, False, ()))

@@ -16,13 +16,14 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognize
+from ktconvert.layouts.checkpoints.recognition import FETCH, recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
+from ktconvert.layouts.files.manifest import is_written_by
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
-from ktconvert.layouts.outputs.opening import TRAIN, is_output, open_output, refuse_adapter
+from ktconvert.layouts.outputs.opening import TRAIN, is_output, open_dequantized, open_output, refuse_adapter
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
@@ -39,6 +40,7 @@ from ktconvert.pipeline.plans.cpu import read_default_slices
 from ktconvert.pipeline.plans.gpu import require_one_stack
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
+from ktconvert.pipeline.verify.inputs import FETCHED
 from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
 from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
@@ -64,7 +66,7 @@ def describe_path(
     output = find_output(path)
     paths = locate(output or path)
     unfinished = output is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
-    if not unfinished and not is_output(path):
+    if not unfinished and not is_output(path) and not is_written_by(path, FETCH):
         refuse_adapter(path)
         return _describe_checkpoint(name, revision, arch_file, columns=columns)
     if columns:
@@ -165,8 +167,11 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
 
     Reads names, sizes and headers, and 4-bit codes of outputs that ktconvert did not write.
     """
-    output = open_output(path)
-    measured = measure_output(output)
+    if is_written_by(path, FETCH):
+        output, measured = open_dequantized(path), FETCHED
+    else:
+        output = open_output(path)
+        measured = measure_output(output)
     report = Report(output, measured, check_structure(output, measured))
     return {
         "kind": "output",

@@ -11,6 +11,7 @@ import click
 
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs.opening import require_directory
 from ktconvert.layouts.sources import hub, hub_files
 from ktconvert.layouts.sources.hub_files import HubFile
 from ktconvert.pipeline.cli.command import command
@@ -102,11 +103,14 @@ def _find_original(checkpoint: str, against: str | None, revision: str | None) -
     Raises UsageError for --against that is missing or superfluous, InputError for a model that is not here.
     """
     path = Path(checkpoint).expanduser()
+    require_directory(path)
     if path.is_dir():
         if manifest.read_manifest(path) is not None:
             raise UsageError(f"{checkpoint}: an output of ktconvert; check it with `ktconvert verify {path}`.")
-        if against is None or not hub.HUB_ID.fullmatch(against):
+        if against is None:
             raise UsageError(f"{checkpoint}: a directory; add its hub id, as in --against org/name.")
+        if not hub.HUB_ID.fullmatch(against) or Path(against).exists():
+            raise UsageError(f"--against {against}: not a hub id; give that of the model, as in --against org/name.")
         return path, against, revision
     if not hub.HUB_ID.fullmatch(checkpoint):
         raise hub.absent_model(checkpoint)

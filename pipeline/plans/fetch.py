@@ -8,7 +8,7 @@ from pathlib import Path
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import UsageError, bad_file
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import cards, configs, dequantized
 from ktconvert.layouts.sources import config as cfg
@@ -28,6 +28,8 @@ def plan_fetch(options: FetchOptions) -> Plan:
     model = recognize(source)
     left_out = model.expert_tensor_names() - set(_find_hot_tensors(model, options.gpu_experts_mask))
     tensors = [OutputTensor(name, info) for name, info in source.tensors.items() if name not in left_out]
+    if not tensors:
+        raise bad_file(source.root, "has no tensors besides routed experts", "give the complete model")
     facts: OutputFacts = {
         "architecture": ", ".join(cfg.list_families(source.config)) or "unknown",
         "method": dequantized.FETCHED,
