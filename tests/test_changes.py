@@ -167,7 +167,7 @@ OTHER_OPTIONS = {
     "--quant-method was int4, is int8": ("--quant-method", "int8"),
     "--layers was all, is 0-1": ("--layers", "0-1"),
     "--max-shard-size was not given, is 80000": ("--max-shard-size", "80KB"),
-    "--no-merge-safetensor was False, is True": ("--no-merge-safetensor",),
+    "--no-merge-safetensor was not given, is given": ("--no-merge-safetensor",),
 }
 
 

@@ -260,7 +260,7 @@ def test_invalid_dat_is_refused(tmp_path, data, message):
 
 def test_missing_files_and_folders_are_refused(tmp_path):
     check_refusal(tmp_path / "none.gguf", "does not exist")
-    check_refusal(tmp_path, "not a regular file")
+    check_refusal(tmp_path, "is a folder, not an importance matrix")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):

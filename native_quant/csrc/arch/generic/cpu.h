@@ -26,4 +26,9 @@ static inline void kt_leave(kt_fp_state before) {
 static inline void kt_pause(void) {
 }
 
+/* Whether the chunks that are multiplied and prefetched do not fit into L1; nothing is prefetched here. */
+static inline int kt_has_small_l1(void) {
+    return 1;
+}
+
 #endif
