@@ -665,6 +665,17 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
 
 
 @pytest.mark.parametrize(
+    ("targets", "of_experts"), [("q_proj", 0), ("gate_proj,up_proj,down_proj", 49152), ("all-linear", 49152)]
+)
+def test_target_modules_have_the_names_of_peft(targets, of_experts, example, int8, text, tmp_path):
+    """The default has 3 projections of 8 experts in 2 layers; rank 2 adds 2 * (256 + 256) numbers to each."""
+    words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "--max-steps", 1, "--rank", 2)
+    result = conversion.run_in_process(*words, "--target-modules", targets, "-o", tmp_path / "adapter", "-v")
+    assert result.exit_code == 0, result.exception
+    assert f"trained parameters: {of_experts} of routed experts" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("options", "code", "why"),
     [
         (("--dataset", "empty.txt"), 5, "empty.txt: has no tokens"),
@@ -673,8 +684,9 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
         (
             ("--dataset", "text.txt", "--target-modules", "nothing"),
             3,
-            "nothing: .* has no such module; choose from .*experts.*q_proj",
+            "nothing: .* has no such module; choose from down_proj, experts, gate_proj, .*q_proj.*up_proj",
         ),
+        (("--dataset", "text.txt", "--target-modules", "q_proj,down"), 3, "down: .* has no such module"),
     ],
 )
 def test_train_rejects_invalid_options_and_data(options, code, why, example, int8, text, tmp_path):

@@ -24,6 +24,7 @@ from ktconvert.pipeline.report.text import first_line
 
 NO_LIMIT = 1 << 40  # numbers of samples, and of tokens of a sample
 EXPERTS = "experts"  # PEFT's target module for the routed experts
+ALL_LINEAR = "all-linear"
 LORA_MEMORY = "LoRA with gradients and AdamW"
 PROBE_BYTES = 1 << 20
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -66,12 +67,20 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
 
 
 def list_target_modules(options: TrainOptions, model: Any) -> list[str]:
-    """Return PEFT's target modules: those of the options, or the linear layers of attention, and experts."""
+    """Return PEFT's target modules: those of the options, or the linear layers of attention, and experts.
+
+    ALL_LINEAR stands for all linear layers but the output layer, and experts, as in PEFT.
+    """
     import torch
 
-    if options.lora.target_modules is not None:
-        return [name.strip() for name in options.lora.target_modules.split(",")]
-    linears = (name.rpartition(".") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    given = options.lora.target_modules
+    head = model.get_output_embeddings()
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    if given == ALL_LINEAR:
+        return [*dict.fromkeys(name.split(".")[-1] for name, module in modules if module is not head), EXPERTS]
+    if given is not None:
+        return [name.strip() for name in given.split(",")]
+    linears = (name.rpartition(".") for name, _ in modules)
     # Nemotron-H's attention is named "mixer"; only its class tells.
     blocks = ((f"{block} {type(model.get_submodule(block)).__name__}".lower(), name) for block, _, name in linears)
     return [*dict.fromkeys(name for block, name in blocks if "attn" in block or "attention" in block), EXPERTS]
@@ -278,6 +287,7 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     config = loading.prepare_config(choice)
     import torch
 
+    from ktconvert.native_quant.runtime.adapters import projection_names
     from ktconvert.native_quant.runtime.hf_modules import find_experts
 
     with (
@@ -290,7 +300,8 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     rank = options.lora.rank
     names = list_target_modules(options, model)
     prefixes = tuple(f"{module.name}." for module in experts)
-    _require_known_targets(options, names, model, prefixes, list_projections(experts[0].gated))
+    projections = projection_names(model, experts[0].gated)
+    _require_known_targets(options, names, model, prefixes, projections)
     non_expert_parameters = sum(
         weight.numel() for name, weight in model.named_parameters() if not name.startswith(prefixes)
     )
@@ -300,11 +311,10 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
         if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in names
     ]
     lora_parameters = sum(rank * (linear.in_features + linear.out_features) for linear in linears)
-    if EXPERTS in names:
-        lora_parameters += sum(
-            len(list_projections(module.gated)) * rank * module.num_experts * (module.hidden + module.intermediate)
-            for module in experts
-        )
+    of_experts = [name for name in projections if {EXPERTS, name} & {target.split(".")[-1] for target in names}]
+    lora_parameters += sum(
+        len(of_experts) * rank * module.num_experts * (module.hidden + module.intermediate) for module in experts
+    )
     text_config = config.get_text_config(decoder=True)
     tokens = schedule.batch_size * schedule.sequence_length
     hidden = experts[0].hidden
