@@ -242,6 +242,8 @@ def send(number, arrived):
     assert libc.tgkill(os.getpid(), worker, number) == 0
     while caught() != arrived:
         time.sleep(0.001)
+while Path(f"/proc/self/task/{worker}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+    time.sleep(0.001)  # until the thread sleeps: before, it may still hold work of an earlier job
 send(signal.SIGTRAP, True)
 equal = [np.array_equal(experts.forward(*call), expected) for _ in range(3)]
 stood = caught()
