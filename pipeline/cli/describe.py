@@ -40,7 +40,7 @@ from ktconvert.pipeline.plans.cpu import read_default_slices
 from ktconvert.pipeline.plans.gpu import require_one_stack
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
-from ktconvert.pipeline.verify.inputs import FETCHED
+from ktconvert.pipeline.verify.inputs import measure_dequantized
 from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
 from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
@@ -168,7 +168,8 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
     Reads names, sizes and headers, and 4-bit codes of outputs that ktconvert did not write.
     """
     if is_written_by(path, FETCH):
-        output, measured = open_dequantized(path), FETCHED
+        output = open_dequantized(path)
+        measured = measure_dequantized(output)
     else:
         output = open_output(path)
         measured = measure_output(output)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ALL, ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import FETCH, recognize
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path
-from ktconvert.layouts.files.manifest import is_written_by
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
@@ -25,8 +24,7 @@ from ktconvert.pipeline.engine.paths import find_output, locate, require_no_plan
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
-# Outputs of `dequantize` and of `fetch`, without converted experts
-DECODED, FETCHED = (Measure(method, None, 1, False, {}) for method in (dequantized.METHOD, dequantized.FETCHED))
+DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequantize`, without converted experts
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,11 @@ class Inputs:
             self.source.close()
 
 
+def measure_dequantized(output: Output) -> Measure:
+    """Return the measure of an output of open_dequantized, which has no converted experts."""
+    return replace(DECODED, method=str(output.facts["method"]))
+
+
 def open_inputs(options: VerifyOptions) -> Inputs:
     """Open the output, and the source or second output to compare it with.
 
@@ -77,7 +80,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
         source = None if options.against is None else _open_source(options, options.output)
         output = open_dequantized(options.output)
-        return Inputs(options, output, FETCHED if is_written_by(options.output, FETCH) else DECODED, source=source)
+        return Inputs(options, output, measure_dequantized(output), source=source)
     output = open_output(options.output)
     if output.is_whole_model and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA slices; leave it out.")
