@@ -7,9 +7,7 @@ KTConvertConfig transformers.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import machine  # noqa: F401  looks at the CPUs before torch binds the thread
@@ -42,8 +40,9 @@ def __getattr__(name: str) -> Any:
         return getattr(install, _FUNCTIONS[name])()
     if name in _MODULES:
         from ktconvert.native_quant.runtime.required_packages import require_packages_of
+        from ktconvert.native_quant.runtime.warn import warn_user
 
-        require_packages_of(name, functools.partial(warnings.warn, stacklevel=4))
+        require_packages_of(name, warn_user)
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

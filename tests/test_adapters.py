@@ -104,6 +104,13 @@ def test_each_setting_is_supported_or_rejected(setting, value, supported_by, tmp
             assert error.value.exit_code == 3
 
 
+@pytest.mark.parametrize("use", [RUN, SERVE, MERGE])
+def test_dora_of_experts_is_refused(use, tmp_path):
+    folder = write_adapter(tmp_path / "a", expert_modules(), use_dora=True)
+    with pytest.raises(UnsupportedError, match=r"experts\..* has use_dora, .*; train an adapter without use_dora, or"):
+        read_settings(folder, use)
+
+
 def test_run_and_serve_name_a_matrix_that_is_not_finite(example, tmp_path):
     def spoil(tensors: dict[str, Any]) -> None:
         for name in [name for name in tensors if "lora_B" in name]:

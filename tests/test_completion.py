@@ -51,6 +51,9 @@ def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
         assert shell.startup_file in cli("--install-completion", env=env).stdout
         assert "already" in cli("--install-completion", env=env).stdout
         assert (tmp_path / shell.startup_file).read_text().count("_KTCONVERT_COMPLETE=") == 1
+        (tmp_path / shell.startup_file).unlink()
+        assert "Usage:" in cli("--install-completion", "--help", env=env).stdout
+        assert not (tmp_path / shell.startup_file).exists()
     assert "set it to bash, zsh or fish." in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
 
 

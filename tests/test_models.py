@@ -90,8 +90,8 @@ def test_list_has_kind_method_size_and_state(
         "org/tiny": ("checkpoint", "BF16", "complete", ""),
         "a.gguf": ("checkpoint", "Q4_K", "complete", ""),
         "adapter": ("adapter", "LoRA, rank 4", "complete", ""),
-        "gguf/b-00001-of-00003.gguf": ("checkpoint", "", "incomplete", "2 files missing"),
-        "partial": ("checkpoint", "", "incomplete", "3 files missing"),
+        "gguf/b-00001-of-00003.gguf": ("checkpoint", "", "incomplete", "2 files missing: b-00002-of-00003.gguf, ..."),
+        "partial": ("checkpoint", "", "incomplete", "3 files missing: model-00002-of-00004.safetensors, ..."),
         "tiny": ("checkpoint", "BF16", "complete", ""),
         "tiny-BF16": ("dequantize", "BF16", "complete", ""),
         "tiny-INT8": ("cpu", "AMXINT8", "complete", ""),
@@ -113,6 +113,8 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
     for name in ("lost", "short", "edited", "plan.work", "journal.work"):
         copy_files(output, folder / name)
     os.truncate(folder / "cut" / WEIGHTS, 1000)
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     (folder / "config" / "config.json").write_bytes(b"\xff{")
     (folder / "index" / "model.safetensors.index.json").write_text('{"weight_map": [[[')
     (folder / "index" / WEIGHTS).unlink()
@@ -136,10 +138,11 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
         "org/begun": "incomplete",
         "org/tiny": "incomplete",
         "a\nname": "incomplete",
-        **dict.fromkeys(("cut", "config", "index", "manifest", "short", "edited", "plan"), "damaged"),
+        **dict.fromkeys(("cut", "config", "index", "manifest", "short", "edited", "plan", "gguf/cut.gguf"), "damaged"),
         "lost": "incomplete",
     }
-    assert states["org/tiny"][3] == states["lost"][3] == "1 file missing"
+    assert states["org/tiny"][3] == f"1 file missing: {WEIGHTS}"
+    assert states["lost"][3] == f"1 file missing: {shard.name}"
     assert states["edited"][3].startswith("manifest.json ") and states["short"][3].startswith(shard.name)
     assert len(models(folder).stdout.splitlines()) == 1 + len(states)  # one line each
 

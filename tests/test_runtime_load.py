@@ -73,8 +73,9 @@ def test_a_saved_layer_equals_the_loose_layer(outputs, tmp_path, read_tree):
 
 
 def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
-    with pytest.warns(UserWarning, match="made for 2 NUMA slices, run with 1"):
+    with pytest.warns(UserWarning, match="made for 2 NUMA slices, run with 1") as given:
         KTExperts.load(damaged, 0, parts=1)
+    assert [warning.filename for warning in given] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         KTExperts.load(damaged, 1, parts=1)

@@ -687,6 +687,7 @@ def test_target_modules_have_the_names_of_peft(targets, of_experts, example, int
             "nothing: .* has no such module; choose from down_proj, experts, gate_proj, .*q_proj.*up_proj",
         ),
         (("--dataset", "text.txt", "--target-modules", "q_proj,down"), 3, "down: .* has no such module"),
+        (("--dataset", "text.txt", "--target-modules", " ,"), 2, "names no module; give names, or all-linear"),
     ],
 )
 def test_train_rejects_invalid_options_and_data(options, code, why, example, int8, text, tmp_path):

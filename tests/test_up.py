@@ -239,6 +239,14 @@ def test_a_file_as_the_output_is_refused(tmp_path):
         conversion.check_refusal(done, 7, f"{tmp_path / 'file'} is a file or a broken link; give a directory")
 
 
+def test_a_directory_with_other_files_is_refused(tmp_path, packed_example):
+    folder = packed_example("int8")
+    before = sorted(folder.iterdir())
+    refused = up(EXAMPLE, folder, *OPTIONS, "--yes")
+    conversion.check_refusal(refused, 7, "has files, but none of an earlier `up`; give a new or empty --output")
+    assert sorted(folder.iterdir()) == before
+
+
 def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
     folder = tmp_path / "server"
     (folder / "small-AMXINT4").mkdir(parents=True)

@@ -307,8 +307,11 @@ def test_the_next_layer_must_get_the_same_tokens(packed_example):
     """A layer that defers experts must have a next layer."""
     path = packed_example("int8", 1)
     last = load(path, layer_idx=1, max_deferred_experts_per_token=1)
-    with pytest.warns(UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"):
+    with pytest.warns(
+        UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"
+    ) as given:
         last.forward(*make_inputs(4))
+    assert [warning.filename for warning in given] == [__file__]
     del last
     first, second = load(path, max_deferred_experts_per_token=1), load(path, layer_idx=1)
     first.forward(*make_inputs(4))

@@ -213,6 +213,8 @@ def read_settings(folder: Path, use: str) -> Settings:
         raise InputError("not a LoRA configuration (it has no peft_type)", SAVE_AGAIN, path=file)
     if config.pop("peft_type") != "LORA":
         raise UnsupportedError("not a LoRA adapter", "give an adapter of PEFT's LoraConfig", path=file)
+    if config.get("use_dora"):
+        _refuse_dora_of_experts(folder)
     for name, value in config.items():
         setting = SETTINGS.get(name, UNKNOWN)
         if value is None or isinstance(setting, Harmless):
@@ -234,6 +236,17 @@ def read_settings(folder: Path, use: str) -> Settings:
 
 
 UNKNOWN = Setting(None, Any, NONE)
+
+
+def _refuse_dora_of_experts(folder: Path) -> None:
+    """Raise UnsupportedError if an adapter with use_dora has matrices for experts."""
+    file = folder / WEIGHTS
+    for info in read_header(file).entries if file.is_file() else ():
+        match = MATRIX.fullmatch(info.name)
+        if match and (OF_EXPERT.fullmatch(match["module"]) or OF_STACK.fullmatch(match["module"])):
+            remedy = "train an adapter without use_dora, or without target modules in experts"
+            problem = f"is for experts, and {CONFIG} has use_dora, which ktconvert does not compute for experts"
+            raise UnsupportedError.from_tensor(info.name, problem, remedy, file)
 
 
 def _make_refusal(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:

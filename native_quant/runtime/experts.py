@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
@@ -46,6 +45,7 @@ from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.moe_fields import MissingExperts, make_address_table, make_function_fields
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
+from ktconvert.native_quant.runtime.warn import warn_once
 
 TOKENS, TOPK = AnySize("tokens"), AnySize("experts per token")
 BF16_BITS = "the bits of BF16 numbers"
@@ -54,7 +54,6 @@ ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 AUTO, BF16, INT8 = ACTIVATIONS
 CREATE = "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)"
 READ_ONLY = {"method", "layer", "num_experts", "hidden", "intermediate", "parts"}  # attributes of KTExperts
-_warned: set[tuple[str, int, int]] = set()
 
 
 class KTExperts:
@@ -552,6 +551,4 @@ def _report_slice_count(path: str, packed: weights.LayerWeights, required: int, 
     )
     if strict:
         raise UnsupportedError(message)
-    if (path, have, required) not in _warned:
-        _warned.add((path, have, required))
-        warnings.warn(message, stacklevel=4)  # the caller of load, which has a decorator
+    warn_once(message)

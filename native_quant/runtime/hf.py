@@ -12,7 +12,6 @@ import inspect
 import itertools
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +40,7 @@ from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights, M
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.same_experts import require_same_experts
 from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
+from ktconvert.native_quant.runtime.warn import warn_user
 
 
 class KTConvertConfig(QuantizationConfigMixin):
@@ -228,7 +228,7 @@ class KTConvertQuantizer(HfQuantizer):
             problem = (
                 f"has experts of {name_layers(format_ranges(unused))}, which {model_class} lacks and which are not used"
             )
-            warnings.warn(f"{root}: {problem}; check that it was converted from this model", stacklevel=2)
+            warn_user(f"{root}: {problem}; check that it was converted from this model")
         missing = sorted(layers.difference(source.layers))
         if missing:
             source.require_readable(missing[0])

@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from ktconvert.native_quant.runtime.arguments import describe
 from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCache, Buffers
+from ktconvert.native_quant.runtime.warn import warn_user
 
 CPU = torch.device("cpu")
 FLOATS = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
@@ -142,11 +142,10 @@ class ModelMember:
             with self._lock:
                 self._has_next = self.layer + 1 in _layers(self.model, list(self._members.values()))
             if not self._has_next:
-                warnings.warn(
+                warn_user(
                     f"layer {self.layer} of {self.path} defers experts, but its model has no layer {self.layer + 1} "
                     "to add them: they are lost. Give the last layer max_deferred_experts_per_token=0, and "
-                    "create the layers of a model in order.",
-                    stacklevel=4,
+                    "create the layers of a model in order."
                 )
 
     @classmethod

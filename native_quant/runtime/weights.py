@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import mmap
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.arguments import FLOAT32, INTEGERS, UINT16, advise, describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.warn import warn_once
 
 Item = TypeVar("Item")
 WriteSlice = Callable[[NumaSlice, Sequence[Bytes]], None]  # writes the tensors of a slice
@@ -389,7 +388,7 @@ def binds_memory() -> bool:
     if len(machine.memory_nodes()) < 2:
         return False
     if denial := placement.explain_denial():
-        _warn_once(denial)
+        warn_once(denial)
     return not denial and placement.read_policy().mode == "default"
 
 
@@ -398,7 +397,7 @@ def warn_of_shortages(
 ) -> None:
     """Warn once if blocks will be placed on nodes of the pool that have too little memory for their slices."""
     if (shortages := placement.describe_shortages(slice_bytes, nodes, available)) and binds_memory():
-        _warn_once(
+        warn_once(
             f"{path}: too large for the NUMA nodes of its threads ({shortages}); the rest is on other nodes, "
             "and slower to read. Free memory there, or convert with a different --numa."
         )
@@ -462,8 +461,3 @@ def _allocate_pages(huge: int, small: int) -> Bytes:
 
 def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)

@@ -238,7 +238,6 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     "--install-completion",
     is_flag=True,
     expose_value=False,
-    is_eager=True,
     callback=_install_completion,
     help="Complete commands, options and paths in your shell (bash, zsh or fish).",
 )

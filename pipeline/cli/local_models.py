@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ CHECKPOINT = "checkpoint"
 KINDS = {"merge": "cpu", "resplit": "cpu", CALIBRATE: "statistics", "train": "adapter"}
 COMPLETE, INCOMPLETE, UNFINISHED = "complete", "incomplete", "unfinished"
 DAMAGED, UNSUPPORTED = "damaged", "unsupported"
+MAX_MISSING = 10_000  # shards to look for, however many a file's name claims
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,8 @@ def _read_output(model: LocalModel, path: Path) -> LocalModel:
     if record is None:
         raise InputError(f"{path}: changed while it was read")
     model = replace(model, kind=KINDS.get(record.command, record.command), method=str(record.facts.get("method") or ""))
-    missing = [file.name for file in record.files if not (path / file.name).is_file()]
-    if missing:
-        return replace(model, state=INCOMPLETE, detail=f"{plural(len(missing), 'file')} missing")
+    if missing := [file.name for file in record.files if not (path / file.name).is_file()]:
+        return replace(model, state=INCOMPLETE, detail=_describe_missing(missing))
     changed = [file.name for file in record.files if (path / file.name).stat().st_size != file.size]
     if manifest.compute_actual_digest(record) != record.sha256:
         changed.append(manifest.NAME)
@@ -222,8 +223,8 @@ def _read_statistics(model: LocalModel, path: Path) -> LocalModel:
 
 
 def _read_checkpoint(model: LocalModel, path: Path) -> LocalModel:
-    if missing := _count_missing(path):
-        return replace(model, state=INCOMPLETE, detail=f"{plural(missing, 'file')} missing")
+    if missing := _find_missing(path):
+        return replace(model, state=INCOMPLETE, detail=_describe_missing(missing))
     try:
         with open_checkpoint(path) as source:
             dtypes: Counter[str] = Counter()
@@ -231,15 +232,19 @@ def _read_checkpoint(model: LocalModel, path: Path) -> LocalModel:
                 dtypes[info.dtype] += info.nbytes
             return replace(model, method=source.quantization.method or max(dtypes, key=dtypes.__getitem__, default=""))
     except InputError:
-        if not any(any(path.glob(pattern)) for pattern in (*hub.WEIGHTS, f"*{INDEX}")):
+        if path.is_dir() and not any(any(path.glob(pattern)) for pattern in (*hub.WEIGHTS, f"*{INDEX}")):
             return replace(model, state=INCOMPLETE, detail="no weights")
         raise
 
 
-def _count_missing(path: Path) -> int:
-    """Return how many files a checkpoint lacks, by its index, the names of its shards, and links to nothing."""
+def _describe_missing(names: Collection[str]) -> str:
+    return f"{plural(len(names), 'file')} missing: {min(names)}{', ...' if len(names) > 1 else ''}"
+
+
+def _find_missing(path: Path) -> set[str]:
+    """Return the files that a checkpoint lacks, by its index, the names of its shards, and links to nothing."""
     if not path.is_dir():
-        return sum(not path.with_name(name).exists() for name in split_names(path.name))
+        return {name for name in split_names(path.name) if not path.with_name(name).exists()}
     names = {file.name for file in path.iterdir()}
     missing = {name for name in names if not (path / name).exists()}
     if not names & {"config.json", "params.json"}:
@@ -247,10 +252,12 @@ def _count_missing(path: Path) -> int:
     if INDEX in names:
         with contextlib.suppress(InputError):  # the checkpoint's reader reports it
             missing |= {shard for shard in {*read_index(path / INDEX)[0].values()} if not (path / shard).exists()}
-        return len(missing)
-    parts = [match for name in names if (match := PART.fullmatch(name))]
-    shards = Counter((match[1], int(match[3])) for match in parts)
-    return len(missing) + sum(max(0, total - count) for (_, total), count in shards.items())
+        return missing
+    parts = {(match[1], match[3]): match[2] for name in names if (match := PART.fullmatch(name))}
+    for (stem, total), number in parts.items():
+        shards = (f"{stem}-{i:0{len(number)}}-of-{total}.safetensors" for i in range(1, int(total) + 1))
+        missing.update(itertools.islice((shard for shard in shards if shard not in names), MAX_MISSING))
+    return missing
 
 
 READERS: Mapping[str, Callable[[LocalModel, Path], LocalModel]] = {

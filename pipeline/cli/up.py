@@ -63,6 +63,8 @@ def up(options: UpOptions) -> None:
     setup = read_setup(folder)
     is_new = setup is None
     if setup is None:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise OutputError(f"{folder}: has files, but none of an earlier `up`; give a new or empty --output.")
         try:
             setup = _plan_setup(options, folder)
         except MissingPackageError:

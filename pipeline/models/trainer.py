@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources.config import find_experts_per_token
@@ -79,7 +79,10 @@ def list_target_modules(options: TrainOptions, model: Any) -> list[str]:
     if given == ALL_LINEAR:
         return [*dict.fromkeys(name.split(".")[-1] for name, module in modules if module is not head), EXPERTS]
     if given is not None:
-        return [name.strip() for name in given.split(",")]
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        if not names:
+            raise UsageError(f"--target-modules: it names no module; give names, or {ALL_LINEAR}")
+        return names
     linears = (name.rpartition(".") for name, _ in modules)
     # Nemotron-H's attention is named "mixer"; only its class tells.
     blocks = ((f"{block} {type(model.get_submodule(block)).__name__}".lower(), name) for block, _, name in linears)
