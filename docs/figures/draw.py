@@ -152,7 +152,7 @@ def training(axes: Any, colours: tuple[str, ...], data: Any) -> None:
 
 
 DATA = {"synthetic": "accuracy"}  # figures whose data have another name
-SIZES = {"synthetic": (5.4, 4.4), "decode": (5.8, 3.9), "converting": (5.4, 1.9), "accuracy": (5.4, 3.8)}
+SIZES = {"synthetic": (5.4, 4.4), "decode": (5.8, 5.6), "converting": (5.4, 1.9), "accuracy": (5.4, 3.8)}
 
 
 def in_colours(colours: tuple[str, ...], name: str) -> Iterator[Any]:
