@@ -11,6 +11,7 @@ from typing import Self
 REMEDY = "download that file again"
 PERMISSION = "change its permissions, so that you can read it"
 INCOMPLETE = "check that the download is complete, or use another release"
+PUBLIC_MODULE = "ktconvert.errors"  # from which users import the classes, so that tracebacks name it
 
 
 class KTConvertError(Exception):
@@ -23,9 +24,11 @@ class KTConvertError(Exception):
     tensor     name of the tensor at fault; empty if there is none
     """
 
+    __module__ = PUBLIC_MODULE
     exit_code = 1
 
     def __init_subclass__(cls, exit_code: int = exit_code) -> None:
+        cls.__module__ = PUBLIC_MODULE
         cls.exit_code = exit_code
 
     def __init__(self, problem: str, remedy: str = "", *, tensor: str = "", path: Path | str | None = None) -> None:

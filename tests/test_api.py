@@ -251,6 +251,7 @@ def test_the_module_of_errors_has_every_exception_without_heavy_imports() -> Non
     classes = {name for name, value in vars(layouts_errors).items() if isinstance(value, type)}
     ours = {name for name in classes if issubclass(getattr(layouts_errors, name), ktconvert.KTConvertError)}
     assert errors.__all__ == dir(errors) == sorted(ours)
+    assert {getattr(errors, name).__module__ for name in errors.__all__} == {errors.__name__}
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     assert {*re.findall(r"`(\w+Error)`", page)} & ours == ours
     program = "import sys, ktconvert.errors; sys.exit(bool({'numpy', 'click', 'torch'} & sys.modules.keys()))"
@@ -274,7 +275,7 @@ def test_without_torch_its_classes_raise_the_command_that_installs_it(name: str,
     environment = os.environ | hide_package("torch", tmp_path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ktconvert.layouts.errors.MissingPackageError: ktconvert.{name} needs torch, not installed")
+    assert last.startswith(f"ktconvert.errors.MissingPackageError: ktconvert.{name} needs torch, not installed")
     assert last.endswith(f"{install_command(extra)}`.")
     assert issubclass(MissingPackageError, ImportError)
 
