@@ -392,6 +392,13 @@ def test_damaged_source_is_bad_input(conversions, tmp_path, example):
     assert path.name in report["message"]
 
 
+def test_an_adapter_is_no_source(conversions, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    report = run_verify(conversions["int8-merged"], "--against", tmp_path)
+    assert report["code"] == 5
+    assert report["message"] == f"{tmp_path}: is a LoRA adapter, not a model; give the model that it was trained for."
+
+
 def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path, example):
     message = require_refused(conversions["int8-merged"], "--against", conversions["int4-loose"])
     assert "is not the same conversion as" in message and "it has method AMXINT8, not AMXINT4; compare" in message

@@ -14,7 +14,14 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
-from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
+from ktconvert.layouts.outputs.opening import (
+    is_dequantized,
+    is_output,
+    is_whole_model,
+    open_dequantized,
+    open_output,
+    require_checkpoint,
+)
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
@@ -91,6 +98,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     is_source = not output.is_whole_model and is_whole_model(path)  # `cpu` accepts an output of `gpu`
     if (is_output(path) or locate(path).plan.exists()) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
+    require_checkpoint(path, "give the model that they were made from")
     row = options.arch_row or output.settings.get("arch_row")
     # The checks of an output for the GPU load the source with transformers, which needs whole files.
     source = _open_source(options, None if output.is_whole_model else options.output)
