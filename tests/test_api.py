@@ -511,11 +511,11 @@ def test_wrong_names_and_missing_arguments_of_the_classes_have_a_remedy() -> Non
     for call, options, message in (
         (experts, {}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
         (experts, {"path": "out"}, "use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)."),
-        (ktconvert.plan, {}, "plan needs command; give it by position."),
-        (ktconvert.verify, {}, "verify needs output; give output=..."),
-        (experts.load, {"path": "out"}, "KTExperts.load needs layer; give layer=..."),
+        (ktconvert.plan, {}, "plan needs command by position."),
+        (ktconvert.verify, {}, "verify needs output=..."),
+        (experts.load, {"path": "out"}, "KTExperts.load needs layer=..."),
         (experts.load, {"path": "out", "layr": 0}, "KTExperts.load has no argument layr; did you mean layer?"),
-        (experts.from_bf16, {}, "KTExperts.from_bf16 needs gate, up, down; give gate=..., up=..., down=..."),
+        (experts.from_bf16, {}, "KTExperts.from_bf16 needs gate=..., up=..., down=..."),
         (config, {"cpu_weight": "out"}, "KTConvertConfig has no argument cpu_weight; did you mean cpu_weights?"),
         (
             config,

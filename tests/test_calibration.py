@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "examples" / "heldout.txt"
 WORDS = TEXT.read_text().split()
 TEMPLATE = (
-    "{% for m in messages %}{% if not m['role'] %}{{ raise_exception('no role') }}{% endif %}"
-    "<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'nobody' %}{{ raise_exception('no role') }}{% endif %}"
+    "{% if m['role'] != 'silent' %}<{{ m['role'] }}>{{ m['content'] }}</>{% endif %}{% endfor %}"
 )
 MESSAGES = [
     [{"role": "user", "content": " ".join(WORDS[i : i + 5])}, {"role": "assistant", "content": " ".join(WORDS[:i])}]
@@ -214,7 +214,12 @@ def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "other columns": ("columns.jsonl", b'{"prompt": "a", "answer": "b"}\n', "none of the columns .* but prompt, answer;"),
         "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: column text contains int, not text"),
         "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: column messages is not a list of messages"),
-        "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template rejects .*no role"),
+        "messages without a role": ("roles.jsonl", b'{"messages": [{"from": "human", "value": "a"}]}\n', "row 1: .* a message with from, value; use messages with role"),
+        "messages without content": ("contents.jsonl", b'{"messages": [{"role": "user"}]}\n', "row 1: .* a message with role; use messages with role and"),
+        "messages of numbers": ("fives.jsonl", b'{"messages": [{"role": "user", "content": 5}]}\n', "row 1: .* content that is no text"),
+        "messages of images": ("images.jsonl", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', "row 1: .* content that is no text"),
+        "messages of unknown roles": ("usr.jsonl", b'{"messages": [{"role": "silent", "content": "a"}]}\n', r"row 1: the chat template drops all messages .roles: silent.; use"),
+        "messages for the template": ("raise.jsonl", b'{"messages": [{"role": "nobody", "content": "a"}]}\n', "row 1: the chat template rejects .*no role"),
         "nothing": ("empty.jsonl", b"", "has no tokens"),
         "spaces": ("empty.txt", b"", "has no tokens"),
         "unknown kind": ("table.csv", b"text\na\n", "table.csv: unsupported kind of file"),

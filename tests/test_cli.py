@@ -373,7 +373,11 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
         ("train MODEL OUT --random-seed 1", "Did you mean '?--seed"),
         ("train MODEL OUT --lr 1", "Did you mean '?--learning-rate"),
         ("run MODEL --dampening-frac 1", "No such option '--dampening-frac': it is one of `ktconvert cpu`, `gpu`.$"),
-        ("run MODEL --json", "No such option '--json'; see `ktconvert run --help`.$"),
+        (
+            "run MODEL --json",
+            "No such option '--json': it is one of `ktconvert fit`, `inspect`, `models`, `cpu` and others.$",
+        ),
+        ("run MODEL --nonsense", "No such option '--nonsense'; see `ktconvert run --help`.$"),
         ("cpu MODEL OUT --group-size 32", "No such option '--group-size': it is one of `ktconvert gpu`.$"),
     ],
 )

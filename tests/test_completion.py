@@ -54,6 +54,11 @@ def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
         (tmp_path / shell.startup_file).unlink()
         assert "Usage:" in cli("--install-completion", "--help", env=env).stdout
         assert not (tmp_path / shell.startup_file).exists()
+    (tmp_path / "file").touch()
+    refused = cli("--install-completion", env={"HOME": str(tmp_path / "file"), "SHELL": "/bin/bash"}, code=7).stderr
+    assert (
+        f"{tmp_path / 'file/.bashrc'}: cannot be written (File exists); have bash run this at its start: [" in refused
+    )
     assert "set it to bash, zsh or fish." in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
 
 

@@ -181,15 +181,16 @@ def test_config_json_can_name_the_experts(case: Case, tmp_path: Path) -> None:
 def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
     cli("cpu", "-i", case.model, "-o", tmp_path / "one", "--threadpool-count", 1, "--layers", 1)
     other = make("qwen3_moe", False, tmp_path / "other", num_experts=4)
-    for model, weights, message in (
-        (case.model, tmp_path / "one", "one: has no experts of layer 0, but Qwen3MoeForCausalLM has"),
+    for model, weights, error, message in (
+        (case.model, tmp_path / "one", UnsupportedError, "one: has no experts of layer 0, but Qwen3MoeForCausalLM has"),
         (
             other,
             case.weights,
+            InputError,
             r"has num_experts 8, not 4 \(from its byte counts\); these weights belong to a different model",
         ),
     ):
-        with pytest.raises(UnsupportedError, match=message):
+        with pytest.raises(error, match=message):
             load(model, weights)
     (tmp_path / "empty").mkdir()
     for folder, message in (("empty", "empty: has no .safetensors file"), ("nowhere", "nowhere: does not exist")):

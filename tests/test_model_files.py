@@ -225,7 +225,9 @@ WRONG_VALUES: list[tuple[str, str, Any, str]] = [
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
     ("config.json", "attention_dropout", 1.5, "attention_dropout must be at least 0 and below 1, not 1.5; "),
     ("config.json", "rms_norm_eps", float("nan"), "with its settings, or with damaged weights, the model computes"),
-    ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
+    ("generation_config.json", "eos_token_id", "x", "eos_token_id is 'x', not the id of a token; compare it"),
+    ("generation_config.json", "temperature", "hot", "temperature is 'hot', not a number from 0 to 1e+06; compare it"),
+    ("generation_config.json", "top_p", 1.5, "top_p is 1.5, not a number from 0 to 1; compare it"),
     ("tokenizer.json", "model", 5, "transformers cannot load it: "),
     ("tokenizer_config.json", "added_tokens_decoder", 5, "transformers cannot load it: "),
 ]

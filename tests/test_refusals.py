@@ -404,9 +404,12 @@ def test_a_folder_without_a_model_is_named(tmp_path, source, expected):
         for words in (("fit", folder), ("up", folder, *setup)):
             conversion.check_refusal(conversion.ktconvert(*words), 5, f"{folder}: {message}")
     for command in ("inspect", "bench"):
-        conversion.check_refusal(
-            conversion.ktconvert(command, adapter), 5, f"{adapter}: is a LoRA adapter, not a model"
-        )
+        conversion.check_refusal(conversion.ktconvert(command, adapter), 5, f"{adapter}: is a LoRA adapter, not ")
+    shard = next(whole.glob("*.safetensors"))
+    refused = conversion.ktconvert("cpu", shard, tmp_path / "out")
+    conversion.check_refusal(refused, 5, f"{whole}: contains converted experts, not a model; give the model that")
+    refused = conversion.ktconvert("inspect", shard)
+    conversion.check_refusal(refused, 5, f"{shard}: is one file of an output; give the directory {whole}.")
 
 
 @pytest.fixture

@@ -336,7 +336,9 @@ def test_a_model_of_fetch_has_the_hot_experts(example, packed_example, tmp_path)
         error = conversion.run_in_process(
             "train", rest, "-o", tmp_path / "adapter", "--dataset", HELDOUT, "--max-steps", 1
         ).exception
-        assert str(error).endswith("has none: give them as --cpu-weights, or give the complete model.")
+        assert str(error).endswith(
+            "has none: give the complete model; `run` and `serve` take converted experts, too, as --cpu-weights."
+        )
     error = conversion.run_in_process(
         "run", rest, "--cpu-weights", int8, "--num-gpu-experts", 2, "--prompt", "import"
     ).exception
@@ -400,6 +402,8 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
 
 
 TRAINING_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("generation_config.json", {"temperature": 0, "do_sample": True}),
+    ("generation_config.json", {"temperature": 2, "top_p": 1, "top_k": -1}),
     ("config.json", {"output_router_logits": True}),
     ("config.json", {"output_hidden_states": True, "output_attentions": True, "return_dict": False}),
     ("generation_config.json", {"use_cache": False}),

@@ -87,17 +87,17 @@ def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
 
 
 WRONG = [
-    ({"method": "AMXINT8"}, "method AMXINT4 according to its byte counts, not AMXINT8"),
-    ({"num_experts": 16}, r"num_experts 8, not 16 \(from its byte counts\)"),
-    ({"hidden": 512}, r"hidden_size 256, not 512 \(from its byte counts\)"),
-    ({"intermediate": 128}, r"moe_intermediate_size 256, not 128 \(from its byte counts\)"),
-    ({"layer": 7}, "has no layer 7, but layers 0-1"),
+    ({"method": "AMXINT8"}, UnsupportedError, "method AMXINT4 according to its byte counts, not AMXINT8"),
+    ({"num_experts": 16}, InputError, r"num_experts 8, not 16 \(from its byte counts\)"),
+    ({"hidden": 512}, InputError, r"hidden_size 256, not 512 \(from its byte counts\)"),
+    ({"intermediate": 128}, InputError, r"moe_intermediate_size 256, not 128 \(from its byte counts\)"),
+    ({"layer": 7}, UnsupportedError, "has no layer 7, but layers 0-1"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG)
-def test_experts_of_a_different_model_are_rejected(wrong, sentence, outputs):
-    with pytest.raises(UnsupportedError, match=sentence):
+@pytest.mark.parametrize(("wrong", "error", "sentence"), WRONG)
+def test_experts_of_a_different_model_are_rejected(wrong, error, sentence, outputs):
+    with pytest.raises(error, match=sentence):
         KTExperts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
 
 

@@ -198,9 +198,9 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
     """The message comes before anything is loaded."""
     both, twice = folders["both"], shutil.copytree(folders["both"], tmp_path / "both")
     cases: list[tuple[tuple[Any, ...], int, str]] = [
-        ((both, twice), 2, f"--adapter {twice}: --adapter {both} is also named both; choose a different name"),
-        ((f"a={both}", f"a={twice}"), 2, f"--adapter {both} is also named a"),
-        ((f"{BASE}={both}",), 2, f"--adapter {both}: the model is also named {BASE}"),
+        ((both, twice), 2, f"--adapter {twice}: the adapter in {both} has the name both, too; give NAME="),
+        ((f"a={both}", f"a={twice}"), 2, f"the adapter in {both} has the name a, too"),
+        ((f"{BASE}={both}",), 2, f"--adapter {both}: the model has the name {BASE}, too"),
         ((f"a={tmp_path / 'nowhere'}",), 5, "nowhere: does not exist; check the path"),
         ((f"a={tmp_path}",), 5, f"{tmp_path}: has no adapter_config.json; give the directory of an adapter"),
         (("a=",), 2, "is empty; give a path"),

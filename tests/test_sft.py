@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError
 from ktconvert.native_quant.runtime.methods import SFT_METHODS, SFT_WEIGHTS
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
@@ -70,7 +70,7 @@ def with_lora(one: Any, tensors: dict[str, torch.Tensor], fill: float = 7.0) -> 
 
 def test_sizes_that_the_files_contradict_are_rejected_by_the_constructor(packed_example: Any) -> None:
     path = packed_example("int8")
-    with pytest.raises(UnsupportedError, match="layer 0 has moe_intermediate_size 256, not 512"):
+    with pytest.raises(InputError, match="layer 0 has moe_intermediate_size 256, not 512"):
         wrapper("AMXINT8_SFT", 512, experts=8, weight_path=path)
     wrapper("AMXINT8_SFT", experts=8, weight_path=path)
 

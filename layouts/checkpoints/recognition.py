@@ -52,7 +52,10 @@ from ktconvert.layouts.tensors import format_ranges
 Found = TypeVar("Found")
 
 FETCH = "fetch"  # command whose outputs lack experts
-WITHOUT_EXPERTS = "a model from `ktconvert fetch` has none: give them as --cpu-weights, or give the complete model"
+WITHOUT_EXPERTS = (
+    "a model from `ktconvert fetch` has none: give the complete model; `run` and `serve` take converted experts, too, "
+    "as --cpu-weights"
+)
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
 

@@ -92,10 +92,10 @@ def require_checkpoint(path: Path, remedy: str) -> None:
     require_model(path, remedy)
 
 
-def refuse_adapter(path: Path) -> None:
-    """Raise InputError for a folder with a LoRA adapter and no model."""
+def refuse_adapter(path: Path, kind: str = "a model", remedy: str = "give the model that it was trained for") -> None:
+    """Raise InputError for a folder with a LoRA adapter and no model; `kind` is what the folder should contain."""
     if is_adapter(path):
-        raise bad_file(path, "is a LoRA adapter, not a model", "give the model that it was trained for")
+        raise bad_file(path, f"is a LoRA adapter, not {kind}", remedy)
 
 
 def require_directory(path: Path) -> None:

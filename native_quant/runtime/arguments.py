@@ -110,8 +110,8 @@ def require_names(
     required = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in variable]
     if missing := [name for name in required if name not in bound.arguments and name not in optional]:
         by_name = [name for name in missing if parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY]
-        remedy = ", ".join(f"{name}=..." for name in by_name) or "it by position"
-        raise CallError(f"{function} needs {', '.join(missing)}; give {remedy}")
+        needed = ", ".join(f"{name}=..." for name in by_name) or f"{', '.join(missing)} by position"
+        raise CallError(f"{function} needs {needed}")
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> int:

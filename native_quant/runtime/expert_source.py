@@ -49,7 +49,7 @@ class Requirements:
     def check(
         self, path: Path, layer: int, evidence: str, shape: tuple[int, int, int], method: str | None = None
     ) -> None:
-        """Raise UnsupportedError if the files have a different method or different sizes.
+        """Raise UnsupportedError if the files have a different method, InputError if they have different sizes.
 
         evidence  source of shape and method, for the message
         shape     E, H, I of the files
@@ -62,7 +62,7 @@ class Requirements:
         differences = [f"{name} {actual}, not {value}" for name, value, actual in sizes if value not in (None, actual)]
         if differences:
             problem = f"layer {layer} has {' and '.join(differences)} (from its {evidence})"
-            raise UnsupportedError(f"{path}: {problem}; these weights belong to a different model: give this model's.")
+            raise InputError(f"{path}: {problem}; these weights belong to a different model: give this model's.")
 
     def find_missing(self, experts: int) -> set[int]:
         """Return the file's experts that need not be loaded now: each expert that computes with them is skipped.

@@ -535,7 +535,7 @@ def open_experts(path: Path) -> ExpertSource:
 
     Raises InputError for damaged files and an adapter, UnsupportedError if there are no experts.
     """
-    refuse_adapter(path)
+    refuse_adapter(path, "experts of a model", "give the model that it was trained for, or its converted experts")
     return open_checkpoint_experts(path) if is_checkpoint(path) else open_converted(path)
 
 

@@ -105,7 +105,7 @@ class KTMoEWrapper:
     rejects files with a different threadpool_count; `activations` and `memory` are those of KTExperts.load.
 
     Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel, and
-    UnsupportedError if weight_path has different sizes. Only load_weights reports a path without weights, since
+    InputError if weight_path has different sizes. Only load_weights reports a path without weights, since
     load_weights_from_tensors needs none, except for methods of checkpoints only.
     """
 
@@ -444,7 +444,7 @@ def _check_sizes(
     hidden_size: int,
     moe_intermediate_size: int,
 ) -> None:
-    """Raise UnsupportedError if the weights have different sizes, by reading only headers.
+    """Raise InputError if the weights have different sizes, by reading only headers.
 
     load_weights_from_tensors and the loaders of packed weights read no files, so that these need not exist, except for
     methods of checkpoints only without training, for which a KTConvertError is raised if the files cannot be read.

@@ -381,9 +381,11 @@ def _describe_usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         own = [] if error.ctx is None else [name for param in error.ctx.command.params for name in param.opts]
         near = [name for name in [OTHER_OPTIONS.get(error.option_name)] if name in own]
-        owners = [] if near else _find_owners(error)
-        if 0 < len(owners) <= MAX_OWNERS:
-            return f"No such option '{error.option_name}': it is one of `ktconvert {'`, `'.join(owners)}`."
+        owners = _find_owners(error)
+        if owners and not near:
+            others = " and others" if len(owners) > MAX_OWNERS else ""
+            names = "`, `".join(owners[:MAX_OWNERS])
+            return f"No such option '{error.option_name}': it is one of `ktconvert {names}`{others}."
         if not near and not owners:
             near = _complete_option(error) or difflib.get_close_matches(
                 error.option_name, error.possibilities or (), 1, CLOSE

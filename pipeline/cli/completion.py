@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import OutputError, UsageError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ SHELLS: Mapping[str, Shell] = {
 def install_completion() -> str:
     """Append the line for the user's shell ($SHELL) to its start-up file, once; return what was done.
 
-    Raises UsageError for other shells, OSError if the file cannot be written.
+    Raises UsageError for other shells, OutputError if the file cannot be written.
     """
     name = Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
@@ -47,7 +47,11 @@ def install_completion() -> str:
     file = Path.home() / shell.startup_file
     if file.exists() and line in file.read_text(errors="surrogateescape").splitlines():
         return f"{file}: already loads the completion of ktconvert"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as stream:
-        stream.write(f"\n{line}\n")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as stream:
+            stream.write(f"\n{line}\n")
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise OutputError(problem, f"have {name} run this at its start: {line}", path=file) from error
     return f"{file}: loads the completion of ktconvert in new shells"

@@ -7,7 +7,7 @@ import glob
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,8 +224,8 @@ def _convert_outputs(options: ConversionOptions, outputs: Sequence[ConversionOpt
         require_writable_output(plan, overwrite)
     for note in dict.fromkeys(always_shown):
         reporter.announce(note)
-    for note in dict.fromkeys(_make_plan_notes(plans)):
-        (reporter.announce if options.dry_run else reporter.note)(note)
+    for note, is_warning in dict(_make_plan_notes(plans)).items():
+        (reporter.warn if is_warning else reporter.announce if options.dry_run else reporter.note)(note)
     if options.dry_run:
         _report_serving(plans, reporter.announce)
         as_json = options.reporting.json_events
@@ -310,14 +310,17 @@ def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
     train.start(replace(training, reporting=options.reporting))
 
 
-def _make_plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
-    """Return the notes of all plans; notes that only some plans share begin with the output's name.
+def _make_plan_notes(plans: Sequence[Plan]) -> Iterator[tuple[str, bool]]:
+    """Yield the notes of all plans, and whether each is a warning; those of some plans begin with the output's name.
 
     The first one is printed without -v. A wrong number of NUMA slices comes first, as kt-kernel then computes garbage.
     """
     by_plan = [(plan.options.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
+    warnings = {note for plan in plans for note in plan.warnings}
     common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
-    return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
+    yield from ((note, note in warnings) for note in common)
+    for name, notes in by_plan:
+        yield from ((f"{name}: {note}", note in warnings) for note in notes if note not in common)
 
 
 def _list_ignored(options: ConversionOptions) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import FETCH, recognize
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.files.manifest import is_written_by
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
@@ -68,6 +68,8 @@ def describe_path(
     unfinished = output is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
     if not unfinished and not is_output(path) and not is_written_by(path, FETCH):
         refuse_adapter(path)
+        if path.is_file() and is_output(path.parent):
+            raise bad_file(path, "is one file of an output", f"give the directory {path.parent}")
         return _describe_checkpoint(name, revision, arch_file, columns=columns)
     if columns:
         raise UsageError(f"{path}: --columns is only for unconverted checkpoints; leave it out.")

@@ -122,6 +122,7 @@ class Plan:
     files         the input files with their identity when they were opened or listed
     reads         all files that are read, including those that are not part of the input
     facts         properties of the output (method, sizes, layers ...) for manifest, card and people
+    warnings      the notes that are printed as warnings, since results may be wrong or much worse
     serving       a sentence with the command that serves the output; empty if it cannot be served
     hooks         the command's functions
     companions    (path below the output, file to copy)
@@ -140,6 +141,7 @@ class Plan:
     facts: OutputFacts
     notes: tuple[str, ...]
     hooks: Hooks = field(repr=False)
+    warnings: tuple[str, ...] = field(default=(), repr=False)
     serving: str = field(default="", repr=False)
     needs: Needs = field(default_factory=Needs, repr=False)
     companions: tuple[tuple[str, Path], ...] = field(default=(), repr=False)

@@ -108,10 +108,9 @@ def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> d
     folders: dict[str, Path] = {}
     for name, folder in adapters:
         if name == model_name or name in folders:
-            owner = "the model" if name == model_name else f"--adapter {folders[name]}"
-            raise UsageError(
-                f"--adapter {folder}: {owner} is also named {name}; choose a different name with NAME={folder}."
-            )
+            owner = "the model" if name == model_name else f"the adapter in {folders[name]}"
+            remedy = f"give NAME={folder}, with a different name"
+            raise UsageError(f"--adapter {folder}: {owner} has the name {name}, too; {remedy}.")
         require_adapter(folder)
         folders[name] = folder
     return folders

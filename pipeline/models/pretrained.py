@@ -7,6 +7,7 @@ settings that would add more than predictions, and reports errors of transformer
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,15 @@ NO_BACKEND = "Couldn't instantiate the backend tokenizer"  # transformers, if on
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
 PREDICTIONS_ONLY["return_dict"] = True
 BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
+# Numbers of a generation config, with which transformers fails only when it generates: type, lowest and highest value.
+SAMPLING: dict[str, tuple[type[int | float], float, float]] = {
+    "temperature": (float, 0, 1e6),
+    "top_p": (float, 0, 1),
+    "min_p": (float, 0, 1),
+    "top_k": (int, -1, 1e9),  # -1 and 0: off
+    "repetition_penalty": (float, 0.1, 10),
+}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COMPARE = "compare it with the file of the model's release"
 COMPARE_FILES = "compare the model's files with its release (`ktconvert models --check`)"
 GIVE_EXPERTS = "give converted experts as --cpu-weights"
@@ -252,8 +262,25 @@ def read_generation_config(model: str, **options: Any) -> Any:
 
     if not Path(model, GENERATION).is_file():
         return None
+    # Numbers without effect on the likeliest token, which many files have, would be logged between words of the answer.
+    logging.getLogger(transformers.GenerationConfig.__module__).setLevel(logging.ERROR)
     with explain_errors(model, GENERATION):
-        return transformers.GenerationConfig.from_pretrained(model, **options)
+        config = transformers.GenerationConfig.from_pretrained(model, **options)
+    for name, (kind, lowest, highest) in SAMPLING.items():
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+            problem = f"{name} is {value!r:.100}, not a number from {lowest:g} to {highest:g}"
+            raise InputError(problem, COMPARE, path=Path(model, GENERATION))
+        setattr(config, name, kind(max(value, 0)))  # transformers refuses a temperature of 2, and takes 2.0
+    if config.temperature == 0:
+        config.do_sample, config.temperature = False, None
+    for name in TOKEN_IDS:
+        value = getattr(config, name, None)
+        if not all(type(token) is int for token in (value if isinstance(value, list) else [value] if value else [])):
+            raise InputError(f"{name} is {value!r:.100}, not the id of a token", COMPARE, path=Path(model, GENERATION))
+    return config
 
 
 def load_pretrained(
@@ -287,7 +314,7 @@ def load_pretrained(
                 None, config=config, **options
             )
             loaded_model.config.name_or_path = loaded_model.name_or_path = model
-            loaded_model.generation_config = generation or loaded_model.generation_config
+    loaded_model.generation_config = generation or loaded_model.generation_config
     from ktconvert.native_quant.runtime import hf_non_experts
 
     hf_non_experts.require_equal_shapes(info["mismatched_keys"], model)

@@ -53,6 +53,7 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")  # SPLIT-00000-of-00003.parquet: na
 SPACE = re.compile(r"\s*")
 NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
 INSTRUCTION = ("instruction", "input", "output")
+USE_ROLES = "use messages with role and content"
 BLOCK = 16 << 20  # bytes; `datasets` reads blocks of 10 MiB
 CHUNK = 1 << 20  # characters of a text file to tokenize at a time
 
@@ -173,15 +174,33 @@ def _render_chat(messages: Any, tokenizer: Any, place: str) -> str:
     if not messages:
         return ""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{place}: column messages is not a list of messages; use messages with role and content")
+        raise InputError(f"{place}: column messages is not a list of messages; {USE_ROLES}")
+    texts = [text for message in messages for text in _list_texts(message, place)]
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        rendered = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # a template may raise any error
         raise InputError(
-            f"{place}: the chat template rejects its messages ({first_line(error)}); use messages with role and "
-            "content, or a column text"
+            f"{place}: the chat template rejects its messages ({first_line(error)}); {USE_ROLES}, or a column text"
         ) from error
+
+    if texts and not any(text.strip() in rendered for text in texts):
+        roles = ", ".join(sorted({str(message["role"]) for message in messages}))
+        raise InputError(f"{place}: the chat template drops all messages (roles: {roles}); use roles that it knows")
+    return rendered
+
+
+def _list_texts(message: Mapping[str, Any], place: str) -> list[str]:
+    """Return the texts of a message that are not empty. Raises InputError for a message without role or content."""
+    content = message.get("content")
+    if not message.get("role") or (content is None and not message.get("tool_calls")):
+        keys = ", ".join(key for key, value in message.items() if value is not None)
+        raise InputError(f"{place}: column messages has a message with {keys or 'nothing'}; {USE_ROLES}")
+    parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
+    texts = [text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise InputError(f"{place}: column messages has content that is no text; convert it to text")
+    return [text for text in texts if text.strip()]
 
 
 @contextmanager

@@ -106,8 +106,9 @@ class FiniteFloat(click.FloatRange):
         number: float = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
-        if self.min_open and number <= (self.min or 0):
-            self.fail(f"must be greater than {self.min}, not {value}", param, ctx)
+        if self.min_open and not (self.min or 0) < number <= (math.inf if self.max is None else self.max):
+            most = "" if self.max is None else f" and at most {self.max}"
+            self.fail(f"must be greater than {self.min}{most}, not {value}", param, ctx)
         if problem := _range_problem(number, self.min or 0, self.max):
             self.fail(problem, param, ctx)
         return number

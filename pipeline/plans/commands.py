@@ -215,10 +215,10 @@ def _require_checkpoint(options: Any) -> None:
     is_foreign_model = (output / "config.json").is_file() and not (output / MANIFEST).exists()
     if is_foreign_model and (not path.exists() or is_output(path)):
         raise bad_file(path, f"is not a model, but {output} is one", "give the model first, then the output")
-    if not path.is_dir():
-        return
-    remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
-    require_checkpoint(path, remedy)
+    folder = path.parent if path.is_file() and path.suffix == ".safetensors" else path
+    if folder.is_dir():
+        remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
+        require_checkpoint(folder, remedy)
 
 
 def _add_hashes(

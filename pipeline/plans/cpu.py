@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,17 +102,21 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
         options.non_experts,
         kept_layers=options.kept_layers,
     )
+    warnings = (
+        *kt_kernel.note_on_support(facts),
+        *expert_plan.notes_by_format(fmt, lambda layer_fmt: _warn_of_few_bits(model, layer_fmt, options)),
+    )
     card_notes = [
         *_make_notes(model, layers, options),
-        *kt_kernel.note_on_support(facts),
-        *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt, options)),
+        *warnings,
+        *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt)),
         *fmt.notes,
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
     notes = (*length_notes, *map_notes, *_make_scale_notes(fmt, quantizer))
     plan = expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
-    return replace(plan, serving=_describe_serving(fmt, facts, model, options))
+    return replace(plan, warnings=warnings, serving=_describe_serving(fmt, facts, model, options))
 
 
 def read_default_slices() -> int:
@@ -304,7 +308,17 @@ def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -
     return notes
 
 
-def _make_format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
+def _warn_of_few_bits(model: MoeModel, fmt: Format, options: CpuOptions) -> Iterator[str]:
+    """Yield a warning for int4 of weights that have few bits already."""
+    if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
+        int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
+        yield (
+            f"the experts already have {model.bits:g} bits per weight: weights from Q4_K have an error of {int4_error} "
+            "in int4, and of 7.2 to 8.6 % in int8; --quant-method int8 is the better choice"
+        )
+
+
+def _make_format_notes(model: MoeModel, fmt: Format) -> list[str]:
     """Return the notes on one format of the layers."""
     notes = []
     is_exact = fmt.encoding.is_exact(model)
@@ -317,12 +331,6 @@ def _make_format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> lis
     for title in () if is_exact else encodings.list_quantized_titles(model.dtypes):
         notes.append(
             f"{title} to {fmt.name} rounds twice: if the model has a BF16 release, convert that for better accuracy"
-        )
-    if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
-        int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
-        notes.append(
-            f"the experts already have {model.bits:g} bits per weight: weights from Q4_K have an error of {int4_error} "
-            "in int4, and of 7.2 to 8.6 % in int8; --quant-method int8 is the better choice"
         )
     for name, other in () if is_exact else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):

@@ -332,7 +332,8 @@ def _report_layer(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, rep
         matrices = " in down" if visitor.statistics.shared_gate_up else ""
         experts = visitor.too_few_tokens
         listing = ", ".join(map(str, experts[:16])) + (", ..." if len(experts) > 16 else "")
-        reporter.note(
+        report = reporter.warn if len(experts) == len(counts) else reporter.note
+        report(
             f"layer {work.layer}: {len(experts)} of {len(counts)} experts {treatment}{matrices}, because fewer than "
             f"{visitor.min_tokens} tokens were routed to them: {listing}"
         )

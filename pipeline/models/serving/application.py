@@ -66,7 +66,7 @@ PATHS = (
     ),
     PathDescription("GET", "/v1/models", "The model and its adapters; /v1/models/NAME describes one of them."),
     PathDescription(
-        "POST", "/load_model", "The first request of `transformers chat`.", schemas.LoadModel, {"model": "NAME"}
+        "POST", "/load_model", "The first request of transformers chat.", schemas.LoadModel, {"model": "NAME"}
     ),
     PathDescription("GET", "/metrics", "Metrics of the server for Prometheus."),
     PathDescription("GET", "/health", "Whether the server answers; needs no key."),
