@@ -385,6 +385,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ({"threads": "many"}, "threads must be an int, not 'many'"),
         ({"overwrite": "yes"}, "overwrite must be a bool, not 'yes'"),
         ({"layers": 5}, "layers must be a str, not 5"),
+        ({"layers": [0, 3]}, "layers must be a str, not [0, 3]; give layers='0,3'"),
         ({"arch_file": 5}, "arch_file must be a path, not 5"),
         ({"dampening_frac": "half"}, "dampening_frac must be a float, not 'half'"),
     ],

@@ -381,8 +381,10 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
         if isinstance(declaration, RecordedValue):
             raise ArgumentError(f"{name}: {error}") from error
         required = f"a list of {kind.__name__}" if is_tuple else KINDS[kind]
-        items = [f"{key}={item}" for key, item in value.items()] if is_tuple and isinstance(value, dict) else []
-        remedy = f"; give {name}={items}" if items else ""
+        legal: Any = [f"{key}={item}" for key, item in value.items()] if is_tuple and isinstance(value, dict) else ""
+        if kind is str and isinstance(value, list | tuple | range):
+            legal = ",".join(map(str, value))
+        remedy = f"; give {name}={legal!r}" if legal else ""
         raise ArgumentError(f"{name} must be {required}, not {value!r}{remedy}") from error
     except click.BadParameter as error:
         click_type = option_field.click_type
