@@ -266,6 +266,13 @@ def test_every_name_is_documented() -> None:
     for function, commands in ((ktconvert.plan, CONVERSION_OPTIONS), (ktconvert.verify, {"verify": VerifyOptions})):
         words = {*re.findall(r"\w+", function.__doc__ or "")}
         assert all(words >= {*list_parameters(cls)} for cls in commands.values())
+    help_text = " ".join((ktconvert.convert.__doc__ or "").split())
+    for words_of_help in (
+        "chosen; gptq runs the model on text. ['absmax', 'mse', 'imatrix', 'gptq'; default \"absmax\"]",
+        "[cpu: 'all', 'routed', 'mixed'; default \"mixed\"] [gpu: 'all', 'routed', 'mixed'; default \"all\"]",
+        "one for each node. [resplit: required]",
+    ):
+        assert words_of_help in help_text
 
 
 @pytest.mark.parametrize(("name", "extra"), [("KTMoEWrapper", "torch"), ("KTConvertConfig", "run")])

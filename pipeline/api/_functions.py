@@ -262,15 +262,36 @@ def group_options(commands: Mapping[str, type[Options]]) -> dict[str, dict[str, 
 
 
 def _list_options(commands: Mapping[str, type[Options]]) -> str:
-    """Return a paragraph for help(), with a line for each option; several commands may have it."""
+    """Return a paragraph for help(), with the meaning, values and default of each option of one or several commands."""
     meanings: dict[str, str] = {}
-    for cls in commands.values():
-        for name, (_, meaning) in describe_options(cls).items():
+    values: dict[str, dict[str, str]] = {}  # name -> values and default, by command
+    for command, cls in commands.items():
+        for name, (parameter, meaning) in describe_options(cls).items():
             meanings.setdefault(name, meaning)
+            values.setdefault(name, {})[command] = _describe_values(parameter)
     width = max(map(len, meanings)) + 2
-    lines = [f"{name:{width}}{meaning}" for name, meaning in meanings.items()]
-    heading = "Options (docs/reference/python.md has the defaults, and the options of each command):"
+    lines = []
+    for name, meaning in meanings.items():
+        by_command = values[name]
+        texts = {*by_command.values()}
+        if len(texts) > 1:
+            texts = {f"{command}: {text}" for command, text in by_command.items() if text}
+        line = f"{name:{width}}{meaning} {' '.join(f'[{text}]' for text in sorted(texts) if text)}"
+        lines += textwrap.wrap(line, 112, subsequent_indent=" " * width, break_on_hyphens=False)
+    heading = "Options (docs/reference/python.md lists those of each command):"
     return textwrap.indent("\n".join(["", heading, *lines, ""]), "    ")
+
+
+def _describe_values(parameter: inspect.Parameter) -> str:
+    """Return the values of an option that has a list of them, and its default or "required"; "" for neither."""
+    kinds = [parameter.annotation, *get_args(parameter.annotation)]
+    words = dict.fromkeys(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+    default = f"default {write_default(parameter)}"
+    if parameter.default is parameter.empty:
+        default = "required"
+    elif parameter.default in (None, False, ()):
+        default = ""
+    return "; ".join(filter(None, (", ".join(map(repr, words)), default)))
 
 
 for _functions, _commands in (((plan, convert), CONVERSION_OPTIONS), ((verify,), {"verify": VerifyOptions})):
