@@ -86,6 +86,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
     "ktconvert.pipeline.engine.assemble.fill_output_folder": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files of the same run; files of other runs never raise",
+    "ktconvert.layouts.checkpoints.adapter._refuse_dora_of_experts": "headers, which have rows",
     "ktconvert.pipeline.plans.train._identify_file": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "reads no file",
     "ktconvert.pipeline.engine.worker._open_plan": "compares a name with the whole content of a file",

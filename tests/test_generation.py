@@ -50,6 +50,15 @@ def test_attention_of_one_token_has_the_same_bits_on_all_instruction_sets_and_th
         assert float((results[0].double() - exact).norm() / exact.norm()) < 2**-8
 
 
+def test_attention_is_compiled_as_that_of_torch() -> None:
+    for case in CASES:
+        states = make_states(case)
+        module = make_module(*states[:2])
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        result, _ = compiled(module, *states, None, 0.3, pool=Pool(1))
+        assert torch.equal(result, sdpa_attention_forward(module, *states, None, scaling=0.3)[0])
+
+
 def test_attention_weighs_large_products_without_overflow() -> None:
     query, key, value = make_states((2, 2, 700, 32, 32))
     query[:], key[:] = 40.0, -40.0

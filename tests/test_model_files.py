@@ -264,6 +264,20 @@ def test_values_with_which_a_tokenizer_would_abort_are_reported(
         raise error
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_without_an_object_is_named(name, model, packed_example, text):
+    (model / name).write_text("[]")
+    error = conversion.run_in_process(*commands(model, packed_example("int8"), text, model.parent)["run"]).exception
+    assert str(error) == f"{model / name}: must hold a JSON object; compare it with the file of the model's release."
+
+
+def test_layers_that_are_not_computed_are_reported(model, example, recwarn):
+    apply_change(model, example, "config.json", ("num_hidden_layers",), 1)
+    loading.load_model_and_tokenizer(loading.ModelChoice(str(model)))
+    ignored = "num_hidden_layers is 1, so that layer 1 of the checkpoint is not computed; unless it is an MTP layer,"
+    assert [str(each.message) for each in recwarn if ignored in str(each.message)]
+
+
 def test_load_names_tensors_with_wrong_shapes(model, example):
     apply_change(model, example, "config.json", ("head_dim",), 32)
     message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"

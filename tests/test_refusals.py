@@ -376,6 +376,7 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
         ),
         (("cpu", bare, tmp_path / "out"), 5, f"{bare}: has no config.json, which names the activation"),
         (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
+        (("cpu", source, tmp_path / "out", "--part", "0/0"), 2, "--part 0/0: give R/N with an N of at least 1"),
         (("cpu", wrong, tmp_path / "out"), 5, f'{wrong}: config.json says hidden_size = "256x", which is not a whole'),
         (("merge", whole, tmp_path / "out"), 5, f"{whole}: its experts are in safetensors files already"),
         (("dequantize", source, whole), 7, f"{whole} is an output of `ktconvert cpu`; choose a different --output, or"),

@@ -133,6 +133,12 @@ def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_examp
     assert masked.num_gpu_experts == 2 and equal_bits(masked.forward(hidden, ids, weights), without)
     with pytest.raises(ValueError, match=r"gpu_experts_mask must be a bool tensor \[8\], not Tensor"):
         masked.gpu_experts_mask = torch.zeros(3)
+    for wrong, given in (
+        (torch.zeros(8), r"Tensor torch.float32 \[8\]"),
+        ([False] * 8, r"list; pass torch.tensor\(gpu_"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"gpu_experts_mask must be a bool tensor \[8\], not {given}"):
+            load(path, gpu_experts_mask=wrong)
     masked.gpu_experts_mask = None
     assert equal_bits(masked.forward(hidden, ids, weights), all_of_them)
     assert not everything.forward(hidden, torch.tensor([[-1, EXPERTS]] * 20), weights).any()

@@ -21,6 +21,7 @@ PREFIXES = (
 
 # Config keys: the first existing one counts. A dot separates the keys of nested objects.
 NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+MTP_LAYERS = ("num_nextn_predict_layers",)
 ALL = "all"  # value of --experts for every stack
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")

@@ -115,7 +115,7 @@ def find_contradiction(config: Config, header_config: Config, arch: Arch) -> str
         header = f"general.architecture = {header_config['model_type'].removeprefix(PREFIX)}, {own.name}"
         return f"config.json belongs to {other}, but the header of the weights has {header}"
     limit, blocks = cfg.find_number(config, arch.layers), cfg.find_number(header_config, archs.NUM_LAYERS)
-    mtp = cfg.find_number(config, ("num_nextn_predict_layers",))
+    mtp = cfg.find_number(config, archs.MTP_LAYERS)
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
         header = f"the header of the weights has {blocks[1]} layers"
         return f"config.json has {limit[0]} = {limit[1]}, but {header}"

@@ -17,6 +17,7 @@ from ktconvert.layouts.checkpoints.archs import (
     GGUF_STYLES,
     MOST_EXPERTS,
     MOST_LAYERS,
+    MTP_LAYERS,
     Arch,
     Fused,
     Separate,
@@ -129,7 +130,10 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
     of_cpu: list[str] = []
     if mtp_names:
         mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        of_cpu.append(f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them.")
+        text = f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them."
+        if mtp and not source.container.experts_only and not cfg.find_number(source.config, MTP_LAYERS):
+            text += " If the model has no such layers, correct the number of layers in config.json."
+        of_cpu.append(text)
     return MoeModel(
         arch=arch,
         source=source,

@@ -111,7 +111,7 @@ class ConvertedExperts(ExpertSource):
         fmt = measured.fmt.layer_format(layer)
         try:
             required.check(self.path, layer, "byte counts", (count, h, i), fmt.name)
-        except UnsupportedError:  # a missing shard may have the other experts
+        except (InputError, UnsupportedError):  # a missing shard may have the other experts
             self.require_readable(layer)
             raise
         self.require_metadata(layer)

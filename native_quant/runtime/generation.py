@@ -42,7 +42,8 @@ def attend(
     tensors = query, key, value
     is_plain = not named.get("dropout") and named.get("position_bias") is None
     has_gradients = any(tensor.requires_grad for tensor in tensors)
-    if has_gradients or not (is_plain and query.dim() == 4 and all(map(is_bf16_in_memory, tensors))):
+    is_ours = is_plain and query.dim() == 4 and not has_gradients and not torch.compiler.is_compiling()
+    if not is_ours or not all(map(is_bf16_in_memory, tensors)):
         return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling, **named)
     if attention_mask is not None or query.shape[0] * query.shape[2] > 1 or not all(map(_is_readable, tensors)):
         return _attend_by_heads(module, *tensors, attention_mask, scaling=scaling, **named)

@@ -476,8 +476,9 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
     if mask is _OMITTED:
         copy[: require_integer("num_gpu_experts", num_gpu_experts, 0, experts)] = True
     elif mask is not None:
-        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (experts,):
-            raise ArgumentError(f"gpu_experts_mask must be a bool tensor [{experts}], not {describe(mask)}")
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (experts,) or mask.dtype.is_floating_point:
+            remedy = "; pass torch.tensor(gpu_experts_mask)" if isinstance(mask, list) else ""
+            raise ArgumentError(f"gpu_experts_mask must be a bool tensor [{experts}], not {describe(mask)}{remedy}")
         copy.copy_(mask)
     return copy
 

@@ -47,6 +47,8 @@ def parse_share(text: str, environ: Mapping[str, str]) -> JobShare:
     if len(given) != 2 or not all(number.isdecimal() and len(number) < 10 for number in given):
         raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
     share = JobShare(int(given[0]), int(given[1]))
+    if not share.count:
+        raise UsageError(f"--part {text}: give R/N with an N of at least 1.")
     if share.number >= share.count:
         raise UsageError(
             f"--part {text}: out of range; job shares are 0/{share.count} to {share.count - 1}/{share.count}."

@@ -178,7 +178,9 @@ def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
             return_dict=True,
         )
     except Exception as error:  # a template is a program that comes with the model
-        raise InputError(f"the model's chat template rejects this ({error}); continue a text with --prompt") from error
+        problem = f"its chat template rejects this ({error})"
+        raise InputError(problem, "continue a text with --prompt", path=tokenizer.name_or_path) from error
     if inputs["input_ids"].shape[1] == 0:
-        raise InputError("the model's chat template returns no tokens; continue a text with --prompt")
+        problem = "its chat template returns no tokens"
+        raise InputError(problem, "continue a text with --prompt", path=tokenizer.name_or_path)
     return inputs

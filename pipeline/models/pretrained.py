@@ -7,8 +7,11 @@ settings that would add more than predictions, and reports errors of transformer
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +25,7 @@ from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, 
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.source import open_checkpoint
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo, format_ranges, name_layers
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line, plural
 
@@ -52,6 +55,7 @@ SAMPLING: dict[str, tuple[type[int | float], float, float]] = {
     "repetition_penalty": (float, 0.1, 10),
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 COMPARE = "compare it with the file of the model's release"
 COMPARE_FILES = "compare the model's files with its release (`ktconvert models --check`)"
 GIVE_EXPERTS = "give converted experts as --cpu-weights"
@@ -145,6 +149,7 @@ def read_config(model: str, **options: Any) -> Any:
     hf_non_experts.keep_router_dtypes()
     if Path(model).is_dir() and not Path(model, CONFIG).is_file():
         raise InputError(f"{model}: has no {CONFIG}; copy the model's file into the directory")
+    _require_object(model, CONFIG)
     with explain_errors(model, CONFIG):
         config = transformers.AutoConfig.from_pretrained(model, **options)
         require_plausible(config, model, options.get("revision"))
@@ -190,6 +195,13 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
             raise InputError(f"{config_path}: {problem}; {COMPARE}")
 
 
+def _require_object(model: str, name: str) -> None:
+    """Raise InputError for a file of a model's directory that is JSON, but no object; transformers explains others."""
+    with suppress(OSError, ValueError, RecursionError):
+        if not isinstance(json.loads(Path(model, name).read_bytes()), dict):
+            raise InputError("must hold a JSON object", COMPARE, path=Path(model, name))
+
+
 def auto_class(config: Any) -> Any:
     """Return the auto class of transformers for a model of this config that writes text."""
     import transformers
@@ -212,6 +224,7 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
         _require_safe_tokenizer(root / TOKENIZER)
     if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in TOKENIZER_FILES):
         raise missing
+    _require_object(model, TOKENIZER_CONFIG)
     with explain_errors(model, TOKENIZER):
         try:
             loaded = getattr(transformers, class_name).from_pretrained(model, **options)
@@ -264,6 +277,7 @@ def read_generation_config(model: str, **options: Any) -> Any:
         return None
     # Numbers without effect on the likeliest token, which many files have, would be logged between words of the answer.
     logging.getLogger(transformers.GenerationConfig.__module__).setLevel(logging.ERROR)
+    _require_object(model, GENERATION)
     with explain_errors(model, GENERATION):
         config = transformers.GenerationConfig.from_pretrained(model, **options)
     for name, (kind, lowest, highest) in SAMPLING.items():
@@ -323,8 +337,25 @@ def load_pretrained(
         experts = f"{GIVE_EXPERTS} (a model from `ktconvert fetch` has none), or "
         remedy = (experts if ".experts." in missing[0] else "") + "compare both with the release"
         raise InputError(problem, remedy, path=model)
+    _warn_of_unread_layers(config, info["unexpected_keys"], model)
     require_finite_logits(loaded_model, model)
     return loaded_model
+
+
+def _warn_of_unread_layers(config: Any, names: Iterable[str], model: str) -> None:
+    """Warn if tensors that the model did not read belong to more layers than config.json has, and it has no MTP layers.
+
+    names  names of these tensors
+    """
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None or getattr(text, "num_nextn_predict_layers", None):
+        return
+    layers = {int(match[1]) for name in names if (match := LAYER.search(name)) is not None}
+    if unread := sorted(layer for layer in layers if layer >= count):
+        place, ignored = _locate(model, CONFIG), name_layers(format_ranges(unread))
+        problem = f"num_hidden_layers is {count}, so that {ignored} of the checkpoint is not computed"
+        warnings.warn(f"{place}: {problem}; unless it is an MTP layer, {COMPARE}", stacklevel=2)
 
 
 @contextmanager
