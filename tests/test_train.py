@@ -675,6 +675,16 @@ def test_target_modules_have_the_names_of_peft(targets, of_experts, example, int
     assert f"trained parameters: {of_experts} of routed experts" in result.stderr
 
 
+def test_train_refuses_experts_that_transformers_computes(example, text, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    packed = tmp_path / "packed"
+    done = conversion.run_in_process("gpu", example, packed, "--quant-method", "RTN", "--quant-type", "W4A16")
+    assert done.exit_code == 0, done.output
+    error = conversion.run_in_process("train", packed, *SHORT, "--dataset", text, "-o", tmp_path / "adapter").exception
+    assert isinstance(error, UnsupportedError), error
+    assert str(error).startswith(f"{packed}: PEFT cannot adapt its Qwen3MoeExperts; give converted experts as --cpu-")
+
+
 @pytest.mark.parametrize(
     ("options", "code", "why"),
     [
@@ -687,6 +697,11 @@ def test_target_modules_have_the_names_of_peft(targets, of_experts, example, int
             "nothing: .* has no such module; choose from down_proj, experts, gate_proj, .*q_proj.*up_proj",
         ),
         (("--dataset", "text.txt", "--target-modules", "q_proj,down"), 3, "down: .* has no such module"),
+        (
+            ("--dataset", "text.txt", "--eval-dataset", "none.txt"),
+            5,
+            "none.txt: does not exist; set --eval-dataset to a",
+        ),
         (("--dataset", "text.txt", "--target-modules", " ,"), 2, "names no module; give names, or all-linear"),
     ],
 )

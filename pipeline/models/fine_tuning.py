@@ -33,6 +33,7 @@ from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_uncha
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.models import loading, pretrained
+from ktconvert.pipeline.models.text_datasets import name_option
 from ktconvert.pipeline.models.trainer import (
     LORA_MEMORY,
     Rows,
@@ -75,8 +76,11 @@ def read_data(options: TrainOptions, choice: loading.ModelChoice, reporter: Repo
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     tokenizer = loading.load_tokenizer(choice)
-    datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-    return [read_sequences(options, tokenizer, dataset, reporter.announce) for dataset in datasets]
+    rows = [read_sequences(options, tokenizer, options.dataset, reporter.announce)]
+    if options.eval_dataset:
+        with name_option("--eval-dataset"):
+            rows.append(read_sequences(options, tokenizer, options.eval_dataset, reporter.announce))
+    return rows
 
 
 def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], memory: Mapping[str, int]) -> Plan:

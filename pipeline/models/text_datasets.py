@@ -218,6 +218,15 @@ def _preserve_settings(tokenizer: Any) -> Iterator[None]:
         backend.enable_padding(**padding) if padding else backend.no_padding()
 
 
+@contextmanager
+def name_option(flag: str) -> Iterator[None]:
+    """Name this option instead of --dataset in the remedies of errors."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(str(error).replace("--dataset ", f"{flag} ")) from error
+
+
 # --- rows of files and of the hub -----------------------------------------------------------------
 
 

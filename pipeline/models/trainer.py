@@ -129,6 +129,9 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
         with hide_renamings():
             return peft.get_peft_model(model, config)
     except ValueError as error:
+        if match := re.match(r"Target module (\w+)\(", str(error)):  # PEFT prints the whole module
+            remedy = "give converted experts as --cpu-weights, or --target-modules without experts"
+            raise UnsupportedError(f"PEFT cannot adapt its {match[1]}", remedy, path=options.input) from error
         raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
 
 

@@ -16,7 +16,7 @@ from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.pipeline.engine.plan import Hooks, Plan, identify_by_stat
 from ktconvert.pipeline.models.fine_tuning import CPU_WEIGHTS, adapter_card
-from ktconvert.pipeline.models.text_datasets import local_files, select_split
+from ktconvert.pipeline.models.text_datasets import local_files, name_option, select_split
 from ktconvert.pipeline.options.model_options import TrainOptions
 
 LOOSE = "_layer_*/_numa_*/*.kt"
@@ -47,10 +47,11 @@ def _list_files(options: TrainOptions) -> Iterator[tuple[Path, str]]:
     yield from _list_weight_files(hub.resolve(options.input, options.hub.revision), "")
     if options.cpu_weights is not None:
         yield from _list_weight_files(options.cpu_weights, CPU_WEIGHTS)
-    for dataset, prefix in ((options.dataset, "dataset/"), (options.eval_dataset, "eval-dataset/")):
+    for dataset, name in ((options.dataset, "dataset"), (options.eval_dataset, "eval-dataset")):
         if dataset is not None:
-            files = local_files(dataset)
-            yield from ((file, prefix + file.name) for file in select_split(files, options.dataset_split))
+            with name_option(f"--{name}"):
+                files = select_split(local_files(dataset), options.dataset_split)
+            yield from ((file, f"{name}/{file.name}") for file in files)
 
 
 def _list_weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
