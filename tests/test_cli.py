@@ -361,6 +361,12 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
     ("line", "hint"),
     [
         ("run MODEL OUT --prompt x", r"extra argument \(OUT\); give converted experts as --cpu-weights OUT\.$"),
+        ("verify OUT MODEL", r"extra argument \(MODEL\); give the model or output to compare with as --against\.$"),
+        (
+            "cpu MODEL OUT --resume",
+            r"'--resume'; run the same command again, or `ktconvert resume OUT`: an interrupted",
+        ),
+        ("serve --model MODEL", r"'--model'; give the model as the first argument, without an option\.$"),
         ("eval MODEL --max-tokens 5", "Did you mean '?--max-sequences"),
         ("cpu MODEL OUT --quant-type W4A16", "Did you mean '?--quant-method"),
         ("cpu MODEL OUT --method int8", "Did you mean '?--quant-method"),

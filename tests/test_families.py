@@ -233,7 +233,7 @@ def check_text(model_type: str, row: Row, folder: Path) -> None:
 def test_commands_that_write_text_refuse_encoders(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config_of("switch_transformers", ROWS["switch_transformers"]).save_pretrained(tmp_path)
-    write_file(tmp_path / "model.safetensors", {"shared.weight": ("BF16", np.zeros((4, 4), np.uint16))})
+    write_file(tmp_path / "model.safetensors", {"experts.weight": ("BF16", np.zeros((4, 4), np.uint16))})
     ran = conversion.run_in_process("run", tmp_path, "--prompt", "a")
     assert "has an encoder, and this command takes only decoders" in str(ran.exception)
 

@@ -44,7 +44,7 @@ from ktconvert.layouts.checkpoints.match import (
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
-from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import INCOMPLETE, InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.files.manifest import is_written_by
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
@@ -329,7 +329,7 @@ def _drop_router_scales(scan: NameScan) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
+def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Sequence[Arch]) -> KTConvertError:
     """Return the error for a checkpoint in which no row finds experts.
 
     It shows tensors that may be experts: those called so, or those of three dimensions with one matrix for each expert.
@@ -344,7 +344,9 @@ def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Seq
     if not candidates:
         key = recorded_count[0] if recorded_count else ""
         problem = f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs"
-        return UnsupportedError(problem, WITHOUT_EXPERTS)
+        if any(name in arch.matches for name in cfg.list_families(source.config) for arch in archs):
+            return InputError(problem, WITHOUT_EXPERTS)
+        return UnsupportedError(problem, f"if they have other names, describe them with --arch-file; {WITHOUT_EXPERTS}")
     examples = list({NUMBER.sub("#", name): name for name in reversed(candidates)}.values())[::-1]
     examples_text = ", ".join(map(repr, examples[:MOST_NAMES])) + (" and others" if len(examples) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)

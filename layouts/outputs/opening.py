@@ -101,8 +101,8 @@ def refuse_adapter(path: Path, kind: str = "a model", remedy: str = "give the mo
 def require_directory(path: Path) -> None:
     """Raise InputError for a file where a command needs the directory of a model."""
     if path.is_file():
-        is_beside_model = (path.parent / "config.json").exists()
-        remedy = f"give the directory {path.parent}" if is_beside_model else "give the directory of a model"
+        has_config = (path.parent / "config.json").exists()
+        remedy = f"give the directory {path.parent}" if has_config else "give the directory of a model"
         raise bad_file(path, "is a file, not a model", remedy)
 
 

@@ -55,8 +55,8 @@ class KTConvertConfig(QuantizationConfigMixin):
     activations       as for KTExperts.load
     threads           number of threads for the experts; None: the physical cores that this process may use
     memory            "copy": a copy in memory; "map": the pages of the files; "auto": copy if it fits into memory
-    gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
-                      or a safetensors file with a tensor of this name
+    gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor, array or lists [decoder
+                      layers, experts], or a safetensors file with a tensor of this name
     num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
     gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
                       loaded

@@ -166,11 +166,11 @@ class HotWeights:
         self.root = self._source.root
         try:
             self.model: MoeModel = recognize(self._source, partial=True)
-        except UnsupportedError as error:
+        except InputError as error:
             if error.remedy != WITHOUT_EXPERTS:
                 raise
             remedy = "give the complete model, or one from `ktconvert fetch --gpu-experts-mask`"
-            raise UnsupportedError("has no experts for the GPU", remedy, path=self.root) from error
+            raise InputError("has no experts for the GPU", remedy, path=self.root) from error
 
     def require_experts(self, layer: int, shape: tuple[int, int, int], mask: Mask) -> None:
         """Require the hot experts of a layer.

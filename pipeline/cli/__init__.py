@@ -114,8 +114,18 @@ OTHER_OPTIONS = {
     "--quant-type": "--quant-method",
     "--random-seed": "--seed",
 }
+# Other such options -> what to do instead
+OTHER_REMEDIES = {
+    "--model": "give the model as the first argument, without an option",
+    "--resume": "run the same command again, or `ktconvert resume OUT`: an interrupted run continues",
+}
 MAX_COMPLETIONS = 3  # options to suggest that begin with the given word
 MAX_OWNERS = 4  # commands to name for an option that another command lacks
+# What one argument too many probably is: name of an option -> how to give it
+EXTRA_ARGUMENTS = {
+    "cpu_weights": "converted experts as --cpu-weights OUT",
+    "against": "the model or output to compare with as --against",
+}
 EXTRA_ARGUMENT = "Got unexpected extra argument ("  # click's message for one argument too many
 
 # Messages of Python and the dynamic linker when this process reaches a limit
@@ -380,12 +390,14 @@ def _describe_usage(error: click.ClickException) -> str:
     """Return click's sentence about the options, with a remedy."""
     if isinstance(error, click.NoSuchOption):
         own = [] if error.ctx is None else [name for param in error.ctx.command.params for name in param.opts]
+        if remedy := OTHER_REMEDIES.get(error.option_name):
+            return f"No such option '{error.option_name}'; {remedy}."
         near = [name for name in [OTHER_OPTIONS.get(error.option_name)] if name in own]
         owners = _find_owners(error)
         if owners and not near:
             others = " and others" if len(owners) > MAX_OWNERS else ""
-            names = "`, `".join(owners[:MAX_OWNERS])
-            return f"No such option '{error.option_name}': it is one of `ktconvert {names}`{others}."
+            named = "`, `".join(owners[:MAX_OWNERS])
+            return f"No such option '{error.option_name}': it is one of `ktconvert {named}`{others}."
         if not near and not owners:
             near = _complete_option(error) or difflib.get_close_matches(
                 error.option_name, error.possibilities or (), 1, CLOSE
@@ -400,8 +412,10 @@ def _describe_usage(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
         return message
-    if message.startswith(EXTRA_ARGUMENT) and any(param.name == "cpu_weights" for param in context.command.params):
-        return f"{message.rstrip('.')}; give converted experts as --cpu-weights OUT."
+    if message.startswith(EXTRA_ARGUMENT):
+        names = {param.name for param in context.command.params}
+        if option := next((text for name, text in EXTRA_ARGUMENTS.items() if name in names), None):
+            return f"{message.rstrip('.')}; give {option}."
     return f"{message.rstrip('.')}; see `{context.command_path} --help`."
 
 

@@ -44,7 +44,9 @@ def run(options: RunOptions) -> None:
     if options.chat and sys.stdin.isatty():  # a large model takes minutes
         click.echo(f"loading {choice.model}", err=True)
     try:
-        loaded = loading.load_model_and_tokenizer(choice if options.torch_experts else loading.with_own_experts(choice))
+        loaded = loading.load_model_and_tokenizer(
+            choice if options.torch_experts else loading.with_own_experts(choice, reporter.warn)
+        )
     except UnsupportedError as error:
         if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise

@@ -50,4 +50,4 @@ def serve(options: ServeOptions) -> None:
     if invalid := [origin for origin in options.cors_origins if not ORIGIN.fullmatch(origin)]:
         raise UsageError(f"--cors-origin {invalid[0]}: not an origin; give SCHEME://HOST[:PORT] without a path, or *")
     more = {"name": options.model_name, "key": key, "adapters": adapters}
-    listen(loading.with_own_experts(choice), options.host, options.port, options.cors_origins, **more)
+    listen(loading.with_own_experts(choice, reporter.warn), options.host, options.port, options.cors_origins, **more)

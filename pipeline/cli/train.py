@@ -45,7 +45,7 @@ def start(options: TrainOptions) -> None:
     choice = preconditions.make_model_choice("train", options, reporter)
     if options.plot:
         require_matplotlib()
-    choice = loading.with_own_experts(choice)
+    choice = loading.with_own_experts(choice, reporter.warn)
     plan = make_plan(options, reporter)
     require_writable_output(plan, existing.overwrite)
     if is_finished(plan, existing.overwrite) and not options.dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -241,16 +242,24 @@ def prepare_config(choice: ModelChoice) -> Any:
     return config
 
 
-def with_own_experts(choice: ModelChoice) -> ModelChoice:
+def with_own_experts(choice: ModelChoice, warn: Callable[[str], None]) -> ModelChoice:
     """Return the choice with the model's own experts as CPU weights, unless it has converted experts.
 
-    Raises UnsupportedError for experts that the runtime cannot compute.
+    If the runtime cannot compute those of `ktconvert gpu`, calls `warn` with a sentence, and returns the choice as it
+    is: transformers unpacks them. Raises UnsupportedError for other experts that the runtime cannot compute.
     """
     choice.validate()
-    if is_output(Path(choice.model)) or choice.cpu_weights is not None:
+    if choice.is_converted or choice.cpu_weights is not None:
         return choice
     root = hub.resolve(choice.model, choice.revision)
-    open_checkpoint_experts(root).require_computable()
+    try:
+        open_checkpoint_experts(root).require_computable()
+    except UnsupportedError:
+        if not is_output(root):
+            raise
+        problem = "transformers unpacks its experts to BF16, since ktconvert's runtime has no method for them"
+        warn(f"{choice.model}: {problem}; with --cpu-weights, it computes converted ones, in less memory")
+        return choice
     return replace(choice, cpu_weights=root)
 
 

@@ -84,7 +84,7 @@ def require_api_key(headers: Iterable[tuple[bytes, bytes]], key: bytes | None) -
     value = dict(headers).get(b"authorization", b"")
     scheme, _, token = value.partition(b" ")
     if key is not None and (not hmac.compare_digest(token.strip(), key) or scheme.lower() != b"bearer"):
-        problem = "is wrong" if value else "is missing: send it as Authorization: Bearer KEY"
+        problem = "is wrong" if scheme.lower() == b"bearer" else "is missing: send it as Authorization: Bearer KEY"
         raise RequestError(401, f"the API key {problem}", None, "invalid_api_key")
 
 
