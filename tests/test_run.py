@@ -95,6 +95,19 @@ def test_layers_that_the_model_lacks_give_a_warning(cli, example, weights, tmp_p
     assert SPEED.fullmatch(speed)
 
 
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_the_runtime_computes_the_experts_of_a_gpu_output_if_it_can(group_size, example, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--group-size", group_size)
+    assert conversion.run_in_process("gpu", example, tmp_path / "packed", *options).exit_code == 0
+    words = (tmp_path / "packed", "--prompt", "import os", "--max-new-tokens", 8)
+    alone = call(*words)
+    assert alone.exit_code == 0, alone.exception
+    assert ("packed: transformers unpacks its experts to BF16, since" in alone.stderr) == (group_size == 128)
+    if group_size == 32:
+        assert alone.stdout == call(*words, "--cpu-weights", tmp_path / "packed").stdout
+
+
 @pytest.mark.parametrize("fault", ["truncated", "is missing"])
 def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     """Its layer must not be treated as one that was not converted."""

@@ -652,6 +652,10 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
     assert not adapter.exists()
     old = locate(adapter).store / "checkpoint.5"
     old.mkdir()
+    risen = cli(*words, "--learning-rate", 1e9, "--schedule", "constant", "--warmup", 0, "--overwrite")
+    assert re.search(
+        r"warning: .*adapter: the loss rose from .* to .*; train again with a smaller --learn", risen.stderr
+    )
     ended = cli(*words, "--max-steps", 3, "--eval-dataset", text, "--overwrite")
     result, advice = ended.stderr.splitlines()[-2:]
     assert re.search(

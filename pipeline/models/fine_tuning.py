@@ -48,6 +48,7 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import duration, plural, size, tokens
 
 CHECKPOINT, ADAPTER = "checkpoint", "adapter"  # stages
+DIVERGED = 1.0  # nats by which batches of text hardly differ
 VERSION = 1  # raised when the bytes of checkpoints or adapters change
 KEPT_CHECKPOINTS = 2
 CPU_WEIGHTS = "cpu-weights/"  # prefix of the names of the converted experts' files in a plan
@@ -274,6 +275,10 @@ def _report_result(plan: Plan, result: Result, seconds: float, reporter: Reporte
     peak_rss = machine.peak_rss()
     losses = "; ".join(map(" ".join, describe_losses(result.stats)))
     reporter.say(f"{output}: {losses}; {size(nbytes)} in {duration(seconds)} (peak RSS {size(peak_rss)})")
+    (_, first), (_, last) = result.stats["losses"]
+    if last > first + DIVERGED:
+        remedy = "train again with a smaller --learning-rate"
+        reporter.warn(f"{output}: the loss rose from {first:.4f} to {last:.4f}; {remedy}")
     reporter.event("finished", output=str(output), bytes=nbytes, seconds=round(seconds, 3), peak_rss=peak_rss)
 
 
