@@ -55,7 +55,7 @@ SAMPLING: dict[str, tuple[type[int | float], float, float]] = {
     "repetition_penalty": (float, 0.1, 10),
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")  # of text, not of a vision tower
 COMPARE = "compare it with the file of the model's release"
 COMPARE_FILES = "compare the model's files with its release (`ktconvert models --check`)"
 GIVE_EXPERTS = "give converted experts as --cpu-weights"
@@ -351,7 +351,7 @@ def _warn_of_unread_layers(config: Any, names: Iterable[str], model: str) -> Non
     count = getattr(text, "num_hidden_layers", None)
     if count is None or getattr(text, "num_nextn_predict_layers", None):
         return
-    layers = {int(match[1]) for name in names if (match := LAYER.search(name)) is not None}
+    layers = {int(match[1]) for name in names if (match := LAYER.match(name)) is not None}
     if unread := sorted(layer for layer in layers if layer >= count):
         place, ignored = _locate(model, CONFIG), name_layers(format_ranges(unread))
         problem = f"num_hidden_layers is {count}, so that {ignored} of the checkpoint is not computed"
