@@ -368,7 +368,10 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
         ),
         ("serve --model MODEL", r"'--model'; give the model as the first argument, without an option\.$"),
         ("eval MODEL --max-tokens 5", "Did you mean '?--max-sequences"),
-        ("cpu MODEL OUT --quant-type W4A16", "Did you mean '?--quant-method"),
+        (
+            "cpu MODEL OUT --quant-type W4A16",
+            r"'--quant-type', which `ktconvert gpu` has. Did you mean '--quant-method'\?$",
+        ),
         ("cpu MODEL OUT --method int8", "Did you mean '?--quant-method"),
         ("gpu MODEL OUT --method RTN", "Did you mean '?--quant-method"),
         ("cpu MODEL OUT --force", "Did you mean '?--overwrite"),

@@ -289,6 +289,8 @@ def test_tiny_temperature_and_too_many_threads_are_clamped(example):
 def test_rejection_by_the_chat_template_is_an_input_error(example, tmp_path, template):
     error = call(copy_with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(error, InputError) and f"{tmp_path / 'model'}: its chat template" in str(error)
+    refused = call(tmp_path / "model", "--chat", "--system", "x", stdin="import os\n").exception
+    assert ("; leave out --system, or continue" in str(refused)) == (template != "{# nothing #}")
     result = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
     assert isinstance(result.exception, InputError) and "is not UTF-8 text" in str(result.exception)
 

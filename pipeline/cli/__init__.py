@@ -406,7 +406,8 @@ def _describe_usage(error: click.ClickException) -> str:
             remedy = "give the options of a command after its name, and -V or --version for the version"
             return f"No such option '{error.option_name}'; {remedy}."
         if near:
-            return f"No such option '{error.option_name}'. Did you mean {' or '.join(map(repr, near))}?"
+            owner = f", which `ktconvert {owners[0]}` has" if owners else ""
+            return f"No such option '{error.option_name}'{owner}. Did you mean {' or '.join(map(repr, near))}?"
         error = click.NoSuchOption(error.option_name, ctx=error.ctx)  # without click's own suggestions
     message = error.format_message()
     context = getattr(error, "ctx", None)

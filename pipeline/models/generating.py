@@ -178,8 +178,11 @@ def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
             return_dict=True,
         )
     except Exception as error:  # a template is a program that comes with the model
-        problem = f"its chat template rejects this ({error})"
-        raise InputError(problem, "continue a text with --prompt", path=tokenizer.name_or_path) from error
+        problem = f"its chat template (chat_template.jinja, or in tokenizer_config.json) rejects this ({error})"
+        remedy = "continue a text with --prompt"
+        if messages[0]["role"] == "system":
+            remedy = f"leave out --system, or {remedy}"
+        raise InputError(problem, remedy, path=tokenizer.name_or_path) from error
     if inputs["input_ids"].shape[1] == 0:
         problem = "its chat template returns no tokens"
         raise InputError(problem, "continue a text with --prompt", path=tokenizer.name_or_path)
