@@ -130,8 +130,8 @@ class MomentsWriter:
 
 def _not_finite_error(layer: str, values: str) -> VerificationError:
     return VerificationError(
-        f"layer {layer}: the squares of {values} do not have a finite sum; the model gives NaN or infinity on this "
-        "data set. Try a different --dataset."
+        f"layer {layer}: the squares of {values} do not have a finite sum: the model computes NaN or infinity; "
+        "compare its files with the release (`ktconvert models --check MODEL`), then try a different --dataset."
     )
 
 
