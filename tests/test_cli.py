@@ -340,7 +340,7 @@ def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
             "No such option '-v'; give the options of a command after its name, and -V or --version for the version.",
         ),
         ("-v verify OUT", "No such option '-v'; give the options of a command after its name, and -V"),
-        ("models Makefile", "Invalid value for 'FOLDERS': Makefile is a file; give . or another folder; see"),
+        ("models Makefile", "Invalid value for 'FOLDERS': Makefile is a file; give a folder; see"),
         (
             "run MODEL --prompt x --temperature -1",
             "Invalid value for '--temperature': must be at least 0, not -1.0; see",

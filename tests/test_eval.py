@@ -254,7 +254,7 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("damaged", CPU, "int8", "text", (), 5, ""),
     ("example", GPU, "W8A16", "text", ("--cpu-weights", "."), 2, ""),
     ("example", GPU, "W8A16", "text", ("--exact",), 2, ""),
-    ("example", GPU, "example", "text", (), 3, "has no experts for the GPU"),
+    ("example", GPU, "example", "text", (), 5, "has no experts for the GPU"),
     ("example", GPU, "none", "text", (), 5, ""),
     ("example", GPU, "one layer fewer", "text", (), 3, "was not made from"),
     ("example", GPU, "W8A16", "text", ("--skip-sequences", 38), 5, "no sequence of 128 after the first 38"),

@@ -116,7 +116,7 @@ def test_a_folder_without_statistics_is_refused(source: Path, tmp_path: Path) ->
 def test_files_and_folders_that_are_exchanged_are_recognized(source: Path, imatrix: Path, tmp_path: Path) -> None:
     words = ("cpu", source, tmp_path / "out", "--scale")
     for options, code, message in (
-        (("imatrix", "--statistics", imatrix), 2, f"{imatrix} is a file; give {imatrix.parent} or another"),
+        (("imatrix", "--statistics", imatrix), 2, f"{imatrix} is a file; give a folder"),
         (("imatrix", "--imatrix", imatrix.parent), 5, "is a folder, not an importance matrix; give a .gguf or .dat"),
         (("absmax", "--statistics", imatrix.parent), 2, "is not for --scale absmax; give --scale imatrix or mse,"),
     ):

@@ -71,9 +71,14 @@ def client(of: RunningServer) -> Any:
 FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages }", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"]
-)
+def test_a_chat_template_with_a_syntax_error_is_named_when_the_server_starts(example, tmp_path):
+    model = copy_with_template(example, tmp_path / "model", "{{ messages }")
+    message = r"model/\w+\.\w+: the chat template has a syntax error in line 1 \("
+    with pytest.raises(InputError, match=message), serve_in_process(model):
+        pass
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"])
 def test_rejection_by_the_chat_template_is_a_400(template, example, tmp_path):
     """The server starts, and completes texts."""
     with serve_in_process(copy_with_template(example, tmp_path / "model", template)) as running:

@@ -36,7 +36,7 @@ def experts(options: ExpertsOptions) -> None:
       ktconvert experts DIR -o mask.safetensors --num-gpu-experts 32
       ktconvert experts DIR --format sglang -o hot.json --num-gpu-experts 32
       ktconvert experts DIR -o mask.safetensors --total 1536 --plot mask.svg
-      ktconvert run MODEL --cpu-weights OUT --gpu-experts-mask mask.safetensors --chat
+      ktconvert serve MODEL --cpu-weights OUT --gpu-experts-mask mask.safetensors
     """
     from ktconvert.native_quant.runtime import expert_placement, hot_experts
     from ktconvert.pipeline.report.plots import plot_experts

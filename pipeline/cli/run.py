@@ -53,6 +53,8 @@ def run(options: RunOptions) -> None:
         loaded = loading.load_model_and_tokenizer(choice)
         reporter.warn(f"transformers computes the experts, since: {error}")
 
+    if options.chat:
+        pretrained.require_chat_template(loaded[1], choice.model)
     if options.seed is not None:
         import torch
 

@@ -117,7 +117,7 @@ def cut_sequences(
 
 
 def gpu_method(gpu_weights: Path) -> str:
-    """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError or UnsupportedError."""
+    """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError."""
     remedy = "give an output of `ktconvert gpu`"
     try:
         quantization = documents.parse_json((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
@@ -125,7 +125,7 @@ def gpu_method(gpu_weights: Path) -> str:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error
     if quantization.get("format") != "pack-quantized" or len(bits) != 1:
-        raise UnsupportedError(f"{gpu_weights}: has no experts for the GPU; {remedy}.")
+        raise InputError("has no experts for the GPU", remedy, path=gpu_weights)
     return f"W{bits.pop()}A16"
 
 

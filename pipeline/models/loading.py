@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import KTConvertError, UnsupportedError, UsageError, bad_file
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import (
     is_output,
@@ -155,8 +155,8 @@ class ModelChoice:
         if not hub.HUB_ID.fullmatch(self.model) and not Path(self.model).exists():
             raise hub.absent_model(self.model)
         if self.model.endswith(".gguf"):
-            problem = "a GGUF has only weights; give the model that it was made from (a directory or a hub id)"
-            raise UnsupportedError(f"{self.model}: {problem}, and this file as --cpu-weights")
+            remedy = "give the model that it was made from (a directory or a hub id), and this file as --cpu-weights"
+            raise InputError("a GGUF has only weights", remedy, path=self.model)
         require_directory(Path(self.model))
         if not self.is_converted:
             require_model(Path(self.model), "give the original model, and this directory as --cpu-weights")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 24
 LIBRARIES = 3 << 28  # bytes of the interpreter with torch, transformers and llmcompressor or PEFT: 0.6 GiB measured
 CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Files without which no tokenizer can be loaded.
 TOKENIZER_FILES = ("*token*", "*.model", "vocab*", "*.tiktoken", "*.py")
 NO_BACKEND = "Couldn't instantiate the backend tokenizer"  # transformers, if only tokenizer_config.json exists
@@ -241,6 +241,22 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
             raise missing
         tokenizer.decode(tokenizer("a b")["input_ids"])
     return loaded
+
+
+def require_chat_template(tokenizer: Any, model: str) -> None:
+    """Raise InputError for a chat template with a syntax error. Tags of transformers' own are accepted."""
+    import jinja2
+
+    template = tokenizer.chat_template or {}
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            if "unknown tag" in str(error):
+                continue
+            file = TEMPLATE if Path(model, TEMPLATE).is_file() else TOKENIZER_CONFIG
+            problem = f"the chat template has a syntax error in line {error.lineno} ({error.message})"
+            raise InputError(problem, COMPARE, path=_locate(model, file)) from error
 
 
 def _require_safe_tokenizer(path: Path) -> None:

@@ -130,7 +130,7 @@ class FilePath(click.Path):
             self.fail(problem, param, ctx)
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
         if self._directory and path.is_file():
-            self.fail(f"{path} is a file; give {path.parent} or another folder", param, ctx)
+            self.fail(f"{path} is a file; give a folder", param, ctx)
         if path.name == "..":  # the work directory of an output is next to it and is named after it
             path = path.expanduser().resolve()
         return _make_absolute(path) if self._absolute else path

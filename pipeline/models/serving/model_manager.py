@@ -86,4 +86,5 @@ class ServedModel(ModelManager):  # type: ignore[misc]
         processor = pretrained.read_tokenizer(self.choice.model, "AutoProcessor", **self.choice.hub_options())
         if not getattr(processor, "chat_template", None):
             processor.chat_template = PLAIN_TEMPLATE
+        pretrained.require_chat_template(processor, self.choice.model)
         return processor
