@@ -310,12 +310,7 @@ def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
     listed["weight_map"][vision] = file.name
     index.write_text(json.dumps(listed))
     edit_file(file, lambda tensors: tensors.update({vision: tensors[router]}))
-    gate = {"model.layers.0.mlp.gate": (EXPERTS, HIDDEN)}
-    message = (
-        "has no matrices for model.layers.1.mlp.gate, which its settings name and the checkpoint has; use an adapter"
-    )
-    merge(model, write_adapter(tmp_path / "smaller", gate), message=message)
-    folder = write_adapter(tmp_path / "a", gate, layers_to_transform=[0])
+    folder = write_adapter(tmp_path / "a", {"model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
     assert changed_tensors(model, merge(model, folder)) == {router}
     shutil.rmtree(tmp_path / "merged")
     other = write_adapter(tmp_path / "b", {"model.language_model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +13,9 @@ import msgspec
 from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
     GATE_UP,
-    MERGE,
     WEIGHTS,
     Delta,
     read_adapter,
-    read_settings,
     require_adapter,
 )
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Fused
@@ -38,7 +35,6 @@ Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by
 # An expert's linears in the modules of transformers; the last one is a parameter of all experts
 LINEARS = {"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",), GATE_UP: ("gate", "up")}
 OTHER = "use an adapter of this model"
-IN_LAYER = re.compile(r"(?P<before>.*\blayers\.)(?P<layer>\d+)(?P<after>\..*)")
 
 
 def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
@@ -72,7 +68,6 @@ def _add_adapter(
     Raises InputError or UnsupportedError if the checkpoint lacks such weights.
     """
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
-    _require_all_layers(folder, deltas_by_module, shapes)
     changes: dict[str, list[Addition]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
     for module, delta in deltas_by_module.items():
@@ -109,27 +104,6 @@ def _add_adapter(
             tensor = replace(tensor, deltas=deltas)
         changed.append(tensor)
     return changed, f"the adapter {folder.name} is merged into {len(changes)} tensors, each rounded to BF16 once"
-
-
-def _require_all_layers(folder: Path, modules: Iterable[str], shapes: Shapes) -> None:
-    """Raise InputError if adapter_config.json names a linear of all layers, but some have no matrices, as in PEFT."""
-    settings = read_settings(folder, MERGE)
-    if (folder / FUSED).is_file() or settings["layers_to_transform"] is not None or settings["exclude_modules"]:
-        return
-    stored = _group_by_layer(name.removesuffix(".weight") for name in shapes)
-    for (before, after), layers in _group_by_layer(modules).items():
-        rest = sorted(stored.get((before, after), set()) - layers)
-        if missing := [layer for layer in rest if settings.name_module(f"{before}{layer}{after}")]:
-            problem = f"has no matrices for {before}{missing[0]}{after}, which its settings name and the checkpoint has"
-            raise InputError(problem, OTHER, path=folder)
-
-
-def _group_by_layer(names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
-    """Return the numbers of layers by what is before and after them in the names of linears."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for match in filter(None, map(IN_LAYER.fullmatch, names)):
-        found.setdefault((match["before"], match["after"]), set()).add(int(match["layer"]))
-    return found
 
 
 class AdaptedLinear(NamedTuple):
