@@ -44,17 +44,14 @@ def run(options: RunOptions) -> None:
     if options.chat and sys.stdin.isatty():  # a large model takes minutes
         click.echo(f"loading {choice.model}", err=True)
     try:
-        loaded = loading.load_model_and_tokenizer(
-            choice if options.torch_experts else loading.with_own_experts(choice, reporter.warn)
-        )
+        own = choice if options.torch_experts else loading.with_own_experts(choice, reporter.warn)
+        loaded = loading.load_model_and_tokenizer(own, chats=options.chat)
     except UnsupportedError as error:
         if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise
-        loaded = loading.load_model_and_tokenizer(choice)
+        loaded = loading.load_model_and_tokenizer(choice, chats=options.chat)
         reporter.warn(f"transformers computes the experts, since: {error}")
 
-    if options.chat:
-        pretrained.require_chat_template(loaded[1], choice.model)
     if options.seed is not None:
         import torch
 

@@ -28,7 +28,6 @@ from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.runtime.transformers_version import hide_renamings
 
 LACKS_TENSORS = "it lacks tensors for modules that it names"
-FOR_OTHER = "give the model that the adapter was trained for"
 # Attributes of PEFT's layers that select the adapters to compute with.
 SELECTION = ("_active_adapter", "_disable_adapters")
 # For each of PEFT's layers: its attributes, and the values that select an adapter.
@@ -149,7 +148,8 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
         mapping = getattr(model.get_base_model(), "_checkpoint_conversion_mapping", {})  # as from_pretrained does
         loaded = model.load_adapter(str(folder), adapter, key_mapping=mapping)
         if loaded.missing_keys:
-            raise InputError(f"{LACKS_TENSORS}, such as {loaded.missing_keys[0]}", FOR_OTHER)
+            problem = f"{LACKS_TENSORS}, such as {loaded.missing_keys[0]}"
+            raise InputError(problem, "give the model that the adapter was trained for")
         if loaded.unexpected_keys:
             raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings or the model lack")
         return model.eval()

@@ -277,13 +277,20 @@ def require_context(config: Any, length: int) -> None:
         raise UsageError(f"--sequence-length {length}: {problem}; give a smaller one.")
 
 
-def load_model_and_tokenizer(choice: ModelChoice) -> tuple[Any, Any]:
-    """Return the model and its tokenizer. Raises UnsupportedError for experts that do not fit the model."""
+def load_model_and_tokenizer(choice: ModelChoice, *, chats: bool = False) -> tuple[Any, Any]:
+    """Return the model and its tokenizer.
+
+    chats  whether the tokenizer needs a valid chat template, which is checked before the model is loaded
+
+    Raises UnsupportedError for experts that do not fit the model, InputError for unusable files.
+    """
     config = prepare_config(choice)
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     tokenizer = load_tokenizer(choice)
+    if chats:
+        pretrained.require_chat_template(tokenizer, choice.model)
     return load_model(pretrained.auto_class(config), choice, config, **options), tokenizer
 
 

@@ -7,7 +7,6 @@ settings that would add more than predictions, and reports errors of transformer
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 import warnings
@@ -22,6 +21,7 @@ import msgspec
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
 from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.files import documents
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.source import open_checkpoint
@@ -197,8 +197,8 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
 
 def _require_object(model: str, name: str) -> None:
     """Raise InputError for a file of a model's directory that is JSON, but no object; transformers explains others."""
-    with suppress(OSError, ValueError, RecursionError):
-        if not isinstance(json.loads(Path(model, name).read_bytes()), dict):
+    with suppress(OSError, ValueError):
+        if not isinstance(documents.parse_json(Path(model, name).read_bytes()), dict):
             raise InputError("must hold a JSON object", COMPARE, path=Path(model, name))
 
 
@@ -296,21 +296,27 @@ def read_generation_config(model: str, **options: Any) -> Any:
     _require_object(model, GENERATION)
     with explain_errors(model, GENERATION):
         config = transformers.GenerationConfig.from_pretrained(model, **options)
+    _correct_generation_config(config, Path(model, GENERATION))
+    return config
+
+
+def _correct_generation_config(config: Any, path: Path) -> None:
+    """Give a generation config the types that transformers requires. Raises InputError for values without a meaning."""
     for name, (kind, lowest, highest) in SAMPLING.items():
         value = getattr(config, name, None)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
             problem = f"{name} is {value!r:.100}, not a number from {lowest:g} to {highest:g}"
-            raise InputError(problem, COMPARE, path=Path(model, GENERATION))
+            raise InputError(problem, COMPARE, path=path)
         setattr(config, name, kind(max(value, 0)))  # transformers refuses a temperature of 2, and takes 2.0
     if config.temperature == 0:
         config.do_sample, config.temperature = False, None
     for name in TOKEN_IDS:
         value = getattr(config, name, None)
-        if not all(type(token) is int for token in (value if isinstance(value, list) else [value] if value else [])):
-            raise InputError(f"{name} is {value!r:.100}, not the id of a token", COMPARE, path=Path(model, GENERATION))
-    return config
+        ids = value if isinstance(value, list) else [value] if value else []
+        if not all(type(token) is int for token in ids):
+            raise InputError(f"{name} is {value!r:.100}, not the id of a token", COMPARE, path=path)
 
 
 def load_pretrained(
