@@ -320,6 +320,24 @@ def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
     merge(model, wrong, message="the adapter changes audio.layers.0.mlp.gate, [2, 128], but the checkpoint lacks it")
 
 
+def test_merge_adapter_warns_of_an_adapter_of_a_model_with_fewer_layers(model, tmp_path):
+    """Modules that the adapter's settings leave out do not count, and no layers for multi-token prediction."""
+    gate = {"model.layers.0.mlp.gate": (EXPERTS, HIDDEN)}
+    warning = "smaller has no matrices for model.layers.1.mlp.gate, though adapter_config.json names it"
+    config = json.loads((model / "config.json").read_text())
+    for name, layers, settings in (
+        ("smaller", LAYERS, {}),
+        ("first", LAYERS, {"layers_to_transform": [0]}),
+        ("pattern", LAYERS, {"target_modules": r".*layers\.0\.mlp\.gate"}),
+        ("MTP", 1, {}),
+    ):
+        (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        folder = write_adapter(tmp_path / name, gate, **settings)
+        result = run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged", "--dry-run")
+        assert result.exit_code == 0, result.output
+        assert (warning in " ".join(result.stderr.split())) == (name == "smaller"), result.stderr
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_merge_adapter_rejects_adapters_of_other_sizes(stacked, model, tmp_path):
     """Rejected: half the width, experts counted from 1, fewer experts, more experts."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,18 +14,22 @@ import msgspec
 from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
     GATE_UP,
+    MERGE,
     WEIGHTS,
     Delta,
     read_adapter,
+    read_settings,
     require_adapter,
 )
-from ktconvert.layouts.checkpoints.archs import PREFIXES, Fused
+from ktconvert.layouts.checkpoints.archs import NUM_LAYERS, PREFIXES, Fused
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, OF_LAYER, name_experts
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import Addition, OutputTensor, TensorDeltas
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -35,6 +40,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by
 # An expert's linears in the modules of transformers; the last one is a parameter of all experts
 LINEARS = {"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",), GATE_UP: ("gate", "up")}
 OTHER = "use an adapter of this model"
+IN_LAYER = re.compile(r"(?P<before>.*\blayers\.)(?P<layer>\d{1,6})(?P<after>\..*)")
 
 
 def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
@@ -50,10 +56,43 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
         if (folder / name).is_file()
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    find_experts = functools.cache(lambda: recognize(checkpoint.open_source(options), to_read=True))
+    source = checkpoint.open_source(options)
+    find_experts = functools.cache(lambda: recognize(source, to_read=True))
     names = name_experts(find_experts()) if folder / FUSED in files else {}
-    change = functools.partial(_add_adapter, folder, read_adapter(folder, names), identity, find_experts)
-    return plan_dequantize(options, change, files)
+    deltas = read_adapter(folder, names)
+    plan = plan_dequantize(options, functools.partial(_add_adapter, folder, deltas, identity, find_experts), files)
+    warnings = () if folder / FUSED in files else _make_warnings(folder, deltas, source)
+    return replace(plan, warnings=warnings, notes=(*plan.notes, *warnings))
+
+
+def _make_warnings(folder: Path, modules: Iterable[str], source: TensorSource) -> tuple[str, ...]:
+    """Return a sentence on the first module that the settings name and the checkpoint has, but without matrices.
+
+    Only modules that have matrices in another layer count, and none of layers for multi-token prediction: PEFT does not
+    see those.
+    """
+    settings, number = read_settings(folder, MERGE), cfg.find_number(source.config, NUM_LAYERS)
+    if settings["layers_to_transform"] is not None or settings["exclude_modules"]:
+        return ()
+    names = [name.removesuffix(".weight") for name in source.tensors]
+    stored = _group_by_layer(names)
+    for (before, after), layers in _group_by_layer(modules).items():
+        for layer in sorted(stored.get((before, after), set()) - layers):
+            module = f"{before}{layer}{after}"
+            if (number is None or layer < number[1]) and settings.name_module(module):
+                return (
+                    f"{folder.name} has no matrices for {module}, though {CONFIG} names it and the checkpoint has it, "
+                    f"so that module stays unchanged; if the adapter is of a different model, {OTHER}",
+                )
+    return ()
+
+
+def _group_by_layer(names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """Return the numbers of layers by what is before and after them in the names of modules."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(IN_LAYER.fullmatch, names)):
+        found.setdefault((match["before"], match["after"]), set()).add(int(match["layer"]))
+    return found
 
 
 def _add_adapter(
