@@ -367,8 +367,8 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.verify(tmp_path, quant_method="int3")  # type: ignore[typeddict-item]
     with pytest.raises(UsageError, match="report is an option of the command line; verify returns its report"):
         ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]
-    for wrong in ({"executor": 3}, {"progress": 3}):
-        with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a .*, not 3"):
+    for wrong in ({"executor": 3}, {"progress": 3}, {"progress": lambda done: None}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a .*, not (3|<function)"):
             ktconvert.convert("cpu", "model", "out", **wrong)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018
@@ -391,7 +391,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ({"max_memory": 5.5}, "max_memory must be an int, or a str such as '5GB' or '500MiB', not 5.5"),
         ({"threads": "many"}, "threads must be an int, not 'many'"),
         ({"overwrite": "yes"}, "overwrite must be a bool, not 'yes'"),
-        ({"layers": 5}, "layers must be a str, not 5"),
+        ({"layers": 5}, "layers must be a str, not 5; give layers='5'"),
         ({"layers": [0, 3]}, "layers must be a str, not [0, 3]; give layers='0,3'"),
         ({"arch_file": 5}, "arch_file must be a path, not 5"),
         ({"dampening_frac": "half"}, "dampening_frac must be a float, not 'half'"),

@@ -74,6 +74,14 @@ def test_output_does_not_depend_on_threads_kernels_or_paths(
     assert not (tmp_path / "no").exists()
 
 
+def test_warns_of_more_experts_per_token_than_experts(tmp_path: Path, cli: Any, example: Path) -> None:
+    copy = shutil.copytree(example, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 99}))
+    messages = " ".join(cli("cpu", "-i", copy, "-o", tmp_path / "out", "--dry-run", "-q").stderr.split())
+    assert "warning: config.json: num_experts_per_tok is 99, but a layer has" in messages
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=5), st.lists(st.text(max_size=5)), st.integers(0, 1 << 50)), max_size=3))
 def test_index_equals_the_json_of_python(shards: list[tuple[str, list[str], int]]) -> None:

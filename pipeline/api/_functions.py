@@ -194,7 +194,7 @@ def convert(
 
     if executor is not None and not hasattr(executor, "submit"):
         raise ArgumentError(f"executor must be a concurrent.futures.Executor, not {executor!r}")
-    if progress is not None and not callable(progress):
+    if progress is not None and not _takes_two(progress):
         raise ArgumentError(f"progress must be a function of two numbers of bytes, not {progress!r}")
     cls = _find_options(command)
     with use_python_names(cls) as rename:
@@ -211,6 +211,17 @@ def convert(
             commands.remove_lock(output_plan.locate(), reporter)
         commands.run(plans, executor, reporter, overwrite=existing.overwrite, trust_store=existing.trust_store)
     return [output_plan.options.output for output_plan in plans]
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    """Return whether an object is a function that can be called with two arguments."""
+    try:
+        inspect.signature(function).bind(0, 0)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C without a signature
+        return True
+    return True
 
 
 @check_calls()

@@ -384,6 +384,8 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
         legal: Any = [f"{key}={item}" for key, item in value.items()] if is_tuple and isinstance(value, dict) else ""
         if kind is str and isinstance(value, list | tuple | range):
             legal = ",".join(map(str, value))
+        elif kind is str and type(value) is int and not is_tuple:
+            legal = str(value)
         remedy = f"; give {name}={legal!r}" if legal else ""
         raise ArgumentError(f"{name} must be {required}, not {value!r}{remedy}") from error
     except click.BadParameter as error:

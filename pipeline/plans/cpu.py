@@ -25,10 +25,11 @@ from ktconvert.layouts.outputs import (
 )
 from ktconvert.layouts.outputs.format import choose_count, require_legal
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges, name_layers
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.plan import CONFIG, Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.types import MAX_INTEGER
@@ -102,7 +103,9 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
         options.non_experts,
         kept_layers=options.kept_layers,
     )
+    wrong_number = cfg.explain_experts_per_token(source.config, model.shape(model.layers[0])[0])
     warnings = (
+        *([f"{CONFIG}: {wrong_number}"] if wrong_number else []),
         *kt_kernel.note_on_support(facts),
         *expert_plan.notes_by_format(fmt, lambda layer_fmt: _warn_of_few_bits(model, layer_fmt, options)),
     )

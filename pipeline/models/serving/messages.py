@@ -64,7 +64,7 @@ FunctionType = Annotated[
     AfterValidator(lambda kind: kind or "function"),
 ]
 NonEmptyText = Annotated[str, Field(min_length=1)]
-OLDER_ROLE = BeforeValidator(lambda role: "system" if role == "developer" else role)  # templates know this name
+OLDER_ROLE = AfterValidator(lambda role: "system" if role == "developer" else role)  # templates know this name
 Unsupported = Annotated[Any, allow_only("", reason="this server cannot read it; leave it out")]
 Ignored = Annotated[Any, Field(exclude=True)]  # accepted, but not passed to the chat template
 
@@ -118,7 +118,7 @@ class ToolCall(WithProviderFields):
 class Message(WithProviderFields):
     """A message of a chat. Accepts the fields of an earlier answer that clients send back."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], OLDER_ROLE]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], OLDER_ROLE]
     content: Annotated[list[TextPart], FAIL_FAST, BeforeValidator(as_parts)] | None = None
     tool_calls: Annotated[Annotated[list[ToolCall], FAIL_FAST] | None, BeforeValidator(lambda calls: calls or None)] = (
         None
@@ -171,7 +171,7 @@ class Item(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["message", "function_call", "function_call_output"] = "message"
-    role: Annotated[Literal["system", "user", "assistant"], OLDER_ROLE] | None = None
+    role: Annotated[Literal["system", "developer", "user", "assistant"], OLDER_ROLE] | None = None
     content: Annotated[list[TextPart], FAIL_FAST, BeforeValidator(as_parts)] | None = None
     call_id: str | None = None
     name: str | None = None
