@@ -240,6 +240,10 @@ def test_zero_experts_are_reported_and_infinite_values_refused(
     expected = "layer 0, expert 1, up_proj (model.layers.0.mlp.experts.1.up_proj) is all zeros in the source"
     assert f"warning: {expected}" in result.stderr
     cli("verify", tmp_path / "out", "--no-load")  # the scales show that the source was zero
+    both = {"gate": experts["up"], "up": experts["up"], "down": experts["down"]}
+    result = gpu(write_qwen(tmp_path / "two", {0: both}), to="two-out")
+    expected = expected.replace("up_proj", "gate_proj").removesuffix(" is all zeros in the source")
+    assert f"warning: 2 linears are all zeros in the source, such as {expected}: their" in result.stderr
     experts["down"][1, 7, 130] = 0x7F80
     result = gpu(write_qwen(tmp_path / "infinite", {0: experts}), to="no", code=5)
     assert "model.layers.0.mlp.experts.1.down_proj.weight" in result.stderr and "row 7, column 130" in result.stderr

@@ -173,6 +173,7 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
     sizes = _first_tensor_bytes(work)
     is_aligned = all(size % ALIGNMENT == 0 for size in sizes.values())
     later_tensors: list[SliceTensors] = []
+    zeros: list[str] = []
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
@@ -180,7 +181,7 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
             packed = []
             position = 0
             for expert, projection in batch.items:
-                packed += _make_nonzero_linear(work, (expert, projection), buffer[position:], context)
+                packed += _make_linear(work, (expert, projection), buffer[position:], zeros)
                 position += sizes[projection]
             if is_aligned:
                 file.write_at(len(plan.header) + batch.offset, buffer[: batch.nbytes])
@@ -197,6 +198,7 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
                 work.finish_item(item, context.reporter)
         append_later_tensors(file, later_tensors)
         digest = file.close()
+    warn_of_zeros(zeros, context.reporter)
     return Result((Written("", plan.size, digest),), len(plan.entries), work.measure_errors())
 
 
@@ -204,11 +206,12 @@ def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> R
     """Write a folder of loose files, one for each tensor, synced together."""
     work = unit.work
     make_folders(partial, work.slicing.numa)
+    zeros: list[str] = []
 
     def make_files(item: LinearId, buffer: Bytes) -> list[Written]:
         return [
             written
-            for numa_slice, packed in _make_nonzero_linear(work, item, buffer, context)
+            for numa_slice, packed in _make_linear(work, item, buffer, zeros)
             for written in write_loose_files(work.fmt, numa_slice, packed, partial)
         ]
 
@@ -218,6 +221,7 @@ def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> R
         files += written
         work.finish_item(item, context.reporter)
     publish.sync_tree(partial)
+    warn_of_zeros(zeros, context.reporter)
     return Result(tuple(files), len(files), work.measure_errors())
 
 
@@ -236,15 +240,23 @@ def write_loose_files(fmt: Format, numa_slice: NumaSlice, packed: SliceTensors, 
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _make_nonzero_linear(work: ExpertsToWrite, item: LinearId, buffer: Bytes, context: Context) -> PackedSlices:
-    """Make a linear; warn if the result is all zeros."""
+def _make_linear(work: ExpertsToWrite, item: LinearId, buffer: Bytes, zeros: list[str]) -> PackedSlices:
+    """Make a linear; add its name to `zeros` if it is all zeros."""
     packed = work.make_linear(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in packed):
         numa_slice, _ = packed[0]
         linear = f"layer {numa_slice.id.layer}, expert {numa_slice.id.expert}, {numa_slice.id.projection}_proj"
-        name = f"{linear} ({work.names.tensor_name(numa_slice.id, '').removesuffix('.')})"
-        context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+        zeros.append(f"{linear} ({work.names.tensor_name(numa_slice.id, '').removesuffix('.')})")
     return packed
+
+
+def warn_of_zeros(names: Collection[str], reporter: Reporter) -> None:
+    """Warn of a unit's linears that are all zeros in the source, by name: the first one and their number."""
+    if len(names) == 1:
+        reporter.warn(f"{min(names)} is all zeros in the source: its expert computes nothing")
+    elif names:
+        linears = f"{len(names)} linears are all zeros in the source, such as {min(names)}"
+        reporter.warn(f"{linears}: their experts compute nothing")
 
 
 def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:

@@ -271,11 +271,13 @@ class LayerWriter:
         self.figures: dict[str, Any] = {"sampled_expert": work.layer % experts}
         self._written: list[Written] = []
         self._others: list[list[Bytes]] = []
+        self._zeros: list[str] = []
 
     def write(self, expert: int, projection: str, stored: PackedSlices) -> None:
         """Write a linear. Raise VerificationError if all its codes are zero but the source is not."""
         quantize_experts.write_biases(self.work.model, stored)
-        _require_nonzero_codes(self.work, expert, projection, stored, self.reporter)
+        if _has_only_zeros(self.work, expert, projection, stored):
+            self._zeros.append(linear_name(self.work.model, self.work.layer, expert, projection))
         if expert == self.figures["sampled_expert"]:
             self.figures[projection] = quantize_experts.measure_error(self.work.model, self.work.fmt.encoding, stored)
         for numa_slice, tensors in stored:
@@ -288,6 +290,7 @@ class LayerWriter:
 
     def finish(self) -> tuple[tuple[Written, ...], int]:
         """Complete the files; return them and the number of tensors."""
+        expert_files.warn_of_zeros(self._zeros, self.reporter)
         if self._shard is None:
             publish.sync_tree(self.partial)
             return tuple(self._written), len(self._written)
@@ -309,19 +312,17 @@ def _open_writer(work: GptqWork, partial: Path, reporter: Reporter) -> Iterator[
         yield LayerWriter(work, partial, reporter, (file, plan))
 
 
-def _require_nonzero_codes(
-    work: GptqWork, expert: int, projection: str, stored: PackedSlices, reporter: Reporter
-) -> None:
-    """Raise VerificationError if all codes of a linear are zero but the source is not: it would compute nothing."""
+def _has_only_zeros(work: GptqWork, expert: int, projection: str, stored: PackedSlices) -> bool:
+    """Return whether all codes of a linear are zero. Raises VerificationError if those of the source are not."""
     if not all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in stored):
-        return
+        return False
     name = linear_name(work.model, work.layer, expert, projection)
     source = work.model.linear(work.layer, expert, projection)
     n = source.shape[0]
     if any(source_values(source.rows(first, min(first + ROWS, n))).any() for first in range(0, n, ROWS)):
         remedy = "quantize without calibration (--quant-method RTN, or --scale mse), and report the model to us"
         raise VerificationError(f"{name}: all its codes became zero; {remedy}.")
-    reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+    return True
 
 
 def _report_layer(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, reporter: Reporter) -> dict[str, Any]:
