@@ -255,8 +255,9 @@ def finishes(of: RunningServer, tokens: int, **more: Any) -> set[Any]:
     if not more:
         reply = {"model": model, "input": WORDS, "max_output_tokens": tokens, "temperature": 0}
         found |= {ended(ask.responses.create(**reply))}
-        *_, last = ask.responses.create(**reply, stream=True)
-        assert last.type == f"response.{last.response.status}"
+        *_, item, last = ask.responses.create(**reply, stream=True)
+        assert last.type == f"response.{last.response.status}" and item.type == "response.output_item.done"
+        assert item.item.status == last.response.output[-1].status == last.response.status
         found |= {ended(last.response)}
     return found
 

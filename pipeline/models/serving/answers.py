@@ -40,6 +40,8 @@ def convert_event(content: Any, options: RequestOptions, number: int) -> Any:
     if content.get("type") == "response.completed":
         content["response"] = set_finish_reason(content["response"], options.truncated)
         content["type"] = f"response.{content['response']['status']}"
+    elif content.get("type") == "response.output_item.done" and options.truncated:
+        content["item"]["status"] = "incomplete"
     for choice in content.get("choices", ()):
         choice["index"] = number
         if choice.get("finish_reason"):
@@ -64,8 +66,10 @@ def set_finish_reason(answer: dict[str, Any], truncated: bool) -> dict[str, Any]
     The handlers call every response completed, and call a text truncated whose last token is the last permitted one.
     """
     if answer.get("object") == "response":
-        reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return {**answer, **reason} if truncated else answer
+        if truncated:
+            answer |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            answer["output"][-1]["status"] = "incomplete"
+        return answer
     for choice in answer["choices"]:
         if choice.get("finish_reason", "stop") in ("stop", "length"):
             choice["finish_reason"] = "length" if truncated else "stop"
