@@ -297,13 +297,16 @@ MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
     ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; use a mask of shape \[2, 8\]"),
     ("key", {"mask": ones(2, 8)}, r"contains 'mask'; give a safetensors file with a tensor 'gpu_experts_mask'"),
     ("bytes", lambda whole: whole[:-1] + b"\x02", "contains bytes other than 0 and 1"),
+    ("directory", {}, "is a directory; give a safetensors file with a tensor 'gpu_experts_mask'"),
 ]
 
 
 @pytest.mark.parametrize(("content", "why"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
 def test_wrong_and_damaged_masks_are_rejected(trained_model, content, why, tmp_path):
     mask = tmp_path / "mask.safetensors"
-    if isinstance(content, dict):
+    if not content:
+        mask.mkdir()
+    elif isinstance(content, dict):
         save_file(content, mask)
     else:
         mask.write_bytes(content(trained_model["mask"].read_bytes()))

@@ -76,6 +76,8 @@ def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
 
     Raises InputError for any other tensor.
     """
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; {form}")
     try:
         entries = {entry.name: entry for entry in read_header(path).entries}
     except InputError as error:
