@@ -185,6 +185,16 @@ def test_samples_are_cut_at_the_context(command: tuple[str, ...], servers: Any, 
     assert note in result.stderr
 
 
+def test_a_data_set_with_hardly_any_text_gives_a_warning(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    for kind, rows in (("warning", 2), ("note", 80)):
+        dataset = tmp_path / f"{kind}.jsonl"
+        dataset.write_text((json.dumps({"text": "import os" * 9}) + "\n") * rows)
+        words = ["calibrate", models["qwen3_moe"], tmp_path / kind, "--dataset", dataset, "--force-cpu"]
+        result = servers.run(words, tmp_path / "log")
+        assert f"{kind}: {dataset}: {rows} samples, fewer than the requested 128" in result.stderr
+        assert (" tokens in all; calibrate with longer texts" in result.stderr) == (kind == "warning")
+
+
 @pytest.mark.long  # sums are those of hooks in each run; this adds that llama.cpp means the same by them
 def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """Both read the same text in the same chunks of 512 tokens; llama.cpp drops a partial last chunk.

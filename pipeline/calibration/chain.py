@@ -38,6 +38,7 @@ from ktconvert.pipeline.report.text import plural
 
 SAMPLES = "samples"
 LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
+FEW_TOKENS = 512  # with fewer in all samples, a calibration sees hardly more than noise
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,12 @@ class Chain:
             except InputError as error:  # without a remedy if the data set itself has to be repaired
                 raise error.with_remedy(error.remedy and f"{error.remedy}, or {self.alternative}") from error
             if (count := len(self.loaded)) < samples.num_calibration_samples:
-                requested = samples.num_calibration_samples
-                reporter.announce(f"{samples.dataset}: {plural(count, 'sample')}, fewer than the requested {requested}")
+                requested, tokens = samples.num_calibration_samples, sum(map(len, self.loaded))
+                problem = f"{samples.dataset}: {plural(count, 'sample')}, fewer than the requested {requested}"
+                if tokens < FEW_TOKENS:
+                    reporter.warn(f"{problem}, and only {plural(tokens, 'token')} in all; calibrate with longer texts")
+                else:
+                    reporter.announce(problem)
         return self.loaded
 
     def make_samples_unit(self) -> Unit[Chain]:
