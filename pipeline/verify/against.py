@@ -15,6 +15,8 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import explain_name
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
+from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
+from ktconvert.pipeline.options.declare import Effect, option_fields
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.pipeline.verify.checks import (
@@ -34,6 +36,7 @@ from ktconvert.pipeline.verify.expert_checks import (
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
+SAME_OPTIONS = "compare outputs of the same model, made with the same options"
 SOURCE_REMEDY = f"give the source that it was made from, or {CONVERT_AGAIN}"
 # Cosine between weights that have nothing in common is near 0; between weights and their codes in 4 bits, it is 0.99.
 UNRELATED_COSINE = 0.5
@@ -261,7 +264,7 @@ def compare_outputs(output: Output, measure: Measure, other_output: Output, chec
     ]
     if differences:
         problem = f"is not the same conversion as {other_output.root}: it has {' and '.join(differences)}"
-        return Check("other", "", [problem], remedy="compare outputs of the same model, made with the same options")
+        return Check("other", "", [problem], remedy=SAME_OPTIONS)
     problems = [*_find_missing(output, other_output), *_find_missing(other_output, output)]
     pairs = tensor_pairs(output, other_output)
     compared = check_items("equal tensors", list(pairs), [stored.nbytes for stored, _ in pairs.values()])
@@ -269,7 +272,21 @@ def compare_outputs(output: Output, measure: Measure, other_output: Output, chec
     unpaired = len(output.non_expert_tensors.keys() ^ other_output.non_expert_tensors.keys())
     notes = (f"{unpaired} non-expert tensors exist only in one output",) if unpaired else ()
     result = f"{len(pairs)} tensors, same bytes in {other_output.root}"
+    if problems and (different := _describe_different_options(output, other_output)):
+        return Check("other", result, [different], notes, SAME_OPTIONS)
     return Check("other", result, problems, notes, "convert the wrong one again")
+
+
+def _describe_different_options(output: Output, other_output: Output) -> str | None:
+    """Return a sentence on options that change the bytes of experts, if the manifests have different ones."""
+    first, second = output.manifest, other_output.manifest
+    if first is None or second is None or first.command != second.command or first.command not in CONVERSION_OPTIONS:
+        return None
+    fields = option_fields(CONVERSION_OPTIONS[first.command])
+    names = [option_field.name for option_field in fields if option_field.declaration.effect is Effect.WEIGHTS]
+    values = {name: (first.settings.get(name), second.settings.get(name)) for name in names}
+    different = [f"{name} = {mine}, not {other}" for name, (mine, other) in values.items() if mine != other]
+    return f"was not made like {other_output.root}: {'; '.join(different)}" if different else None
 
 
 def tensor_pairs(output: Output, other_output: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
