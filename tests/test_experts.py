@@ -113,6 +113,7 @@ def test_mask_and_table_contain_the_hot_experts(tmp_path: Path) -> None:
         "2      2    90.0%     0, 2",
         "all    4    76.7%     of 4 in each layer",
     ]
+    assert result.stderr == f"next: ktconvert serve MODEL --cpu-weights OUT --gpu-experts-mask {output}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.safetensors", "s"]
 
 

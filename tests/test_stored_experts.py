@@ -103,7 +103,7 @@ def test_experts_with_other_activations_are_computed(activation, example, tmp_pa
     by_torch = call(run, model, *options, "--torch-experts")
     result = call(run, model, *options)
     assert (result.exit_code, result.stdout) == (0, by_torch.stdout), result.exception
-    assert "transformers computes the experts" not in result.stderr
+    assert "transformers computes the whole model" not in result.stderr
 
 
 def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
@@ -114,7 +114,7 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     options = ("--prompt", "def add(", "--max-new-tokens", 4)
     result, by_torch = call(run, model, *options), call(run, model, *options, "--torch-experts")
     assert (result.exit_code, result.stdout) == (0, by_torch.stdout), result.exception
-    assert re.search(r"warning: transformers computes the experts, since: .*layer 0 are F32", result.stderr)
+    assert re.search(r"warning: transformers computes the whole model, since: .*layer 0 are F32", result.stderr)
     refused = call(run, model, *options, "--cpu-weights", model).exception
     assert isinstance(refused, UnsupportedError) and "layer 0 are F32" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception

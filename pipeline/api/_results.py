@@ -131,9 +131,10 @@ class KTReport:
 
     def __repr__(self) -> str:
         """Return output, source, the result of each check, and the first problem."""
-        checks = {
-            each.name: plural(len(each.problems), "problem") if each.problems else each.state for each in self.checks
-        }
+        checks = [
+            f"{each.name}: {plural(len(each.problems), 'problem') if each.problems else each.state}"
+            for each in self.checks
+        ]
         failure: dict[str, Any] = {} if self.ok else {"sentence": self.sentence}
         return write_repr(self, output=str(self.output), ok=self.ok, against=self.against, checks=checks, **failure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def experts(options: ExpertsOptions) -> None:
     """
     from ktconvert.native_quant.runtime import expert_placement, hot_experts
     from ktconvert.pipeline.report.plots import plot_experts
+    from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.report.text import format_table
 
     require_one({"--num-gpu-experts": options.num_gpu_experts is not None, "--total": options.total is not None})
@@ -80,6 +82,9 @@ def experts(options: ExpertsOptions) -> None:
         return
     launch_lines = () if launch_command is None else ("", launch_command)
     click.echo("\n".join((*format_table(coverage_rows(document)), *launch_lines)))
+    if options.format == "mask":
+        command = ["ktconvert", "serve", "MODEL", "--cpu-weights", "OUT", "--gpu-experts-mask", str(options.output)]
+        Reporter().say(f"next: {shlex.join(command)}")
 
 
 def _choose_experts(options: ExpertsOptions, counts: I64) -> Mask:

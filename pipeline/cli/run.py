@@ -50,7 +50,7 @@ def run(options: RunOptions) -> None:
         if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise
         loaded = loading.load_model_and_tokenizer(choice, chats=options.chat)
-        reporter.warn(f"transformers computes the experts, since: {error}")
+        reporter.warn(f"transformers computes the whole model, since: {error}")
 
     if options.seed is not None:
         import torch
