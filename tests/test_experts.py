@@ -145,7 +145,7 @@ def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: byte
     assert picture.read_bytes().startswith(first_bytes + b"drawn by hand")
     same_file = tmp_path / f"mask{suffix}"
     code, text = error_of(*arguments, same_file, "--plot", same_file)
-    assert (code, text) == (2, f"--output {same_file}: --plot is the same file; choose a different path.")
+    assert (code, text) == (2, f"--output {same_file}: give a file with the ending .safetensors.")
     assert not same_file.exists()
 
 
@@ -190,7 +190,7 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
     folder = write_statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
     write_file(theirs, {hot_experts.MASK_NAME: ("BOOL", np.zeros((3, 4), np.uint8))})
-    for path, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 7)):
+    for path, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
         code, text = error_of(folder, "--output", path, "--num-gpu-experts", 1)
         assert code == expected and str(path) in text
     assert not hot_experts.read_mask(theirs).any()

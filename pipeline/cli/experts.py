@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.moe_model import MoeModel
     from ktconvert.native_quant.runtime.hot_experts import Mask
 
-# Value of --format -> endings of the file by which its server recognizes it
-ENDINGS = {"mask": (), "sglang": (".json",), "sglang-kt": (".pt",)}
+# Value of --format -> endings of its file; the servers recognize theirs by them
+ENDINGS = {"mask": (".safetensors",), "sglang": (".json",), "sglang-kt": (".pt",)}
 
 
 @command("experts", ExpertsOptions)

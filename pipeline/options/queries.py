@@ -92,7 +92,7 @@ class ExpertsOptions(Options):
         group=Group.OUTPUT,
     )
     format: str = option(
-        "Form of the file: mask (for --gpu-experts-mask), sglang (.json), or sglang-kt (.pt).",
+        "Form of the file: mask (.safetensors, for run and serve), sglang (.json), or sglang-kt (.pt).",
         click.Choice(["mask", "sglang", "sglang-kt"]),
         default="mask",
     )

@@ -217,8 +217,8 @@ def _require_checkpoint(options: Any) -> None:
         raise bad_file(path, f"is not a model, but {output} is one", "give the model first, then the output")
     folder = path.parent if path.is_file() and path.suffix == ".safetensors" else path
     if folder.is_dir():
-        remedy = "give the model that they were made from; `ktconvert resplit` changes the number of NUMA slices"
-        require_checkpoint(folder, remedy)
+        resplit = "; `ktconvert resplit` changes the number of NUMA slices" if options.command == "cpu" else ""
+        require_checkpoint(folder, f"give the model that they were made from{resplit}")
 
 
 def _add_hashes(
