@@ -394,6 +394,12 @@ def test_counts_of_another_model_are_refused(tmp_path: Path) -> None:
             code, text = error_of(*arguments)
             assert code == 5 and f"counts of {experts} experts in layers 0-{layers - 1}" in text, text
             assert f"{option[1]} has 4 experts in layers 0-2" in text and not output.exists()
+            mask = (counts, "--output", output.with_suffix(".safetensors"), "--num-gpu-experts", 1, *option)
+            assert error_of(*mask) == (code, text)
+    mask = (write_statistics(tmp_path / "s"), "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
+    result = run_in_process("experts", *mask, "--model", model, "--cpu-weights", weights)
+    command = f"ktconvert serve {model} --cpu-weights {weights} --gpu-experts-mask {tmp_path / 'mask.safetensors'}"
+    assert result.exception is None and result.stderr == f"next: {command}\n"
 
 
 def test_an_output_with_counts_starts_its_server(tmp_path: Path) -> None:

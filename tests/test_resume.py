@@ -1,6 +1,7 @@
 """Resuming with a torn journal, a damaged plan or existing layers, and what survives a power failure."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -168,6 +169,19 @@ def test_an_output_made_from_a_copy_of_the_source_is_finished(bench):
     assert result.returncode == 0
     following = f"next: ktconvert verify {bench.output} --against {copy}"
     assert result.stderr.endswith(f"is finished: nothing to do ({compared}); {following}\n")
+    assert "warning" not in result.stderr  # copytree keeps the times
+
+
+def test_a_source_that_is_newer_than_the_finished_output_gives_a_warning(bench):
+    """With a hash of its content, recorded and made again, the time says nothing."""
+    weights = min(bench.source.glob("*.safetensors"))
+    warning = f"warning: {weights} was modified after {bench.output} was made; if it has other weights now, replace"
+    for options, more in (((), ()), ((), ("--verify-inputs",)), (("--verify-inputs",), ("--verify-inputs",))):
+        assert bench.cpu("--overwrite", *options).returncode == 0
+        os.utime(weights)
+        result = bench.cpu(*more)
+        assert result.returncode == 0 and "is finished: nothing to do" in result.stderr
+        assert (warning in result.stderr) == (not options), (options, more)
 
 
 def test_a_finished_output_is_left_unchanged(bench):

@@ -53,7 +53,11 @@ def experts(options: ExpertsOptions) -> None:
     path = options.counts.expanduser()
     counts = expert_placement.read_any_counts(path)
     mask = _choose_experts(options, counts)
-    launch_command = None if options.format == "mask" else _make_launch_command(options, path, output, counts, mask)
+    launch_command = next_command = None
+    if options.format == "mask":
+        next_command = _make_serve_command(options, path, counts)
+    else:
+        launch_command = _make_launch_command(options, path, output, counts, mask)
     if options.format == "sglang":
         _write_new_file(output, expert_placement.map_file(counts))
     else:
@@ -82,9 +86,8 @@ def experts(options: ExpertsOptions) -> None:
         return
     launch_lines = () if launch_command is None else ("", launch_command)
     click.echo("\n".join((*format_table(coverage_rows(document)), *launch_lines)))
-    if options.format == "mask":
-        command = ["ktconvert", "serve", "MODEL", "--cpu-weights", "OUT", "--gpu-experts-mask", str(options.output)]
-        Reporter().say(f"next: {shlex.join(command)}")
+    if next_command is not None:
+        Reporter().say(f"next: {next_command}")
 
 
 def _choose_experts(options: ExpertsOptions, counts: I64) -> Mask:
@@ -109,6 +112,24 @@ def _write_new_file(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     publish.write_file(partial, data)
     publish.publish_path(partial, path)
+
+
+def _make_serve_command(options: ExpertsOptions, path: Path, counts: I64) -> str:
+    """Return the command of ktconvert that serves with the mask.
+
+    Raises InputError if the model or the CPU's experts have other experts than the counts.
+    """
+    from ktconvert.layouts.outputs.measuring import measure_output
+    from ktconvert.layouts.outputs.opening import is_output, is_statistics, open_output
+
+    if options.model is not None:
+        _require_model(path, counts, options.model)
+    if options.cpu_weights is not None:
+        shapes = measure_output(open_output(options.cpu_weights.expanduser())).shapes
+        _require_same_experts(path, counts, options.cpu_weights, {layer: shape[0] for layer, shape in shapes.items()})
+    weights = options.cpu_weights or (path if is_output(path) and not is_statistics(path) else "OUT")
+    inputs = options.model or "MODEL", "--cpu-weights", str(weights)
+    return shlex.join(["ktconvert", "serve", *inputs, "--gpu-experts-mask", str(options.output)])
 
 
 def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, counts: I64, mask: Mask) -> str:

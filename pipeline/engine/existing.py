@@ -226,8 +226,23 @@ def report_nothing_to_do(output: Path, reporter: Reporter, plan: Plan | None = N
     plan  the plan with which its manifest was compared; None if it was not
     """
     reporter.event("finished", output=str(output), nothing_to_do=True)
+    if plan is not None and (newer := _find_newer_file(output, plan)):
+        remedy = "if it has other weights now, replace the output with --overwrite"
+        reporter.warn(f"{newer} was modified after {output} was made; {remedy}")
     comparison = "" if plan is None else f" ({SAME}); next: {plan.next_command}"
     reporter.say(f"{output} is finished: nothing to do{comparison}")
+
+
+def _find_newer_file(output: Path, plan: Plan) -> Path | None:
+    """Return the first file of the input that is newer than the output, unless its content was compared by a hash."""
+    made = (output / manifest.NAME).stat().st_mtime_ns
+    finished = manifest.read_manifest(output)
+    hashed = {file.name for file in finished.source if file.blob or file.sha256} if finished else set()
+    for path, file in plan.files.items():
+        is_compared = file.name in hashed and (file.blob or file.sha256)
+        if (file.mtime_ns or 0) > made and not is_compared:
+            return path
+    return None
 
 
 def _require_no_clash(plan: Plan) -> None:

@@ -101,10 +101,10 @@ class ExpertsOptions(Options):
         "Number of hot experts of all layers together, chosen as kt-kernel does.", Integer(min=0)
     )
     model: str | None = option(
-        "Checkpoint (directory or hub id) for SGLang's --model; it must have these experts.", PathOrHubId()
+        "Checkpoint (directory or hub id) for the printed command; it must have these experts.", PathOrHubId()
     )
     cpu_weights: Path | None = option(
-        "Output of `cpu` for SGLang's --kt-weight-path; it must have these experts.", FilePath(), unset="COUNTS"
+        "Output of `cpu` for the printed command; it must have these experts.", FilePath(), unset="COUNTS"
     )
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
