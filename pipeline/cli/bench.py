@@ -38,14 +38,14 @@ def bench(options: BenchOptions) -> None:
     preconditions.check_kernels("the command again")
     threads = preconditions.limit_optional_threads(options.threads, Reporter().announce)
     document = measure_layer(options.output, options.layer, options.tokens, threads, options.activations)
-    if options.plot is not None:
-        plot_bench(options.plot, document)
     if options.as_json:
         click.echo(json.dumps(document))
-        return
-    click.echo("\n".join([*format_table(overview_rows(document)), "", *format_table(format_timings(document)), ""]))
-    for note in document["notes"]:
-        click.echo(f"note: {note}")
+    else:
+        click.echo("\n".join([*format_table(overview_rows(document)), "", *format_table(format_timings(document)), ""]))
+        for note in document["notes"]:
+            click.echo(f"note: {note}")
+    if options.plot is not None:
+        plot_bench(options.plot, document)
 
 
 def measure_layer(

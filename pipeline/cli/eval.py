@@ -48,11 +48,11 @@ def eval(options: EvalOptions) -> None:
         reporter.end()
     method = method or evaluate.expert_methods(converted)
     report = evaluate.build_report(options, sequences, evaluation, method)
-    if options.plot is not None:
-        plot_eval(options.plot, report, evaluation.errors.divergence.tolist())
     if options.as_json:
         click.echo(json.dumps(report))
-        return
-    layers = [("layer", "relative error of the experts' output")]
-    layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in report["layers"]]
-    click.echo("\n".join([*format_table(evaluate.table_rows(report)), "", *format_table(layers)]))
+    else:
+        layers = [("layer", "relative error of the experts' output")]
+        layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in report["layers"]]
+        click.echo("\n".join([*format_table(evaluate.table_rows(report)), "", *format_table(layers)]))
+    if options.plot is not None:
+        plot_eval(options.plot, report, evaluation.errors.divergence.tolist())

@@ -60,8 +60,8 @@ def verify(options: VerifyOptions) -> None:
         report = verify_output(options, reporter, backend.executor, worker_threads or backend.threads)
     if options.run:
         report.checks.append(run_check(report, threads))
-    if options.report is not None:
-        publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
+    if options.full and options.against is None:
+        notes.append("--full has no effect without --against: it is for errors compared with the source")
     if options.text is not None and not any(check.name == "predictions" for check in report.checks):
         notes.append("--text has no effect: only predictions of an output for the GPU and its source are compared")
     if options.reporting.json_events:
@@ -71,6 +71,9 @@ def verify(options: VerifyOptions) -> None:
         for note in notes:
             reporter.announce(note)
         _print_report(report, options, reporter)
+    if options.report is not None:  # after the table, which a full disk must not take away
+        publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
+        reporter.say(f"page: {options.report}")
     if report.sentence is not None:
         if options.reporting.json_events:  # the report contains the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
@@ -79,8 +82,6 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _print_report(report: Report, options: VerifyOptions, reporter: Reporter) -> None:
-    if options.report is not None:
-        reporter.say(f"page: {options.report}")
     for note in report.notes:
         reporter.note(note)
     reporter.count_hidden_notes()
