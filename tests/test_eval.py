@@ -236,6 +236,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: d
     (root / "damaged" / "config.json").write_text("{}")
     (root / "empty").mkdir()
     (root / "short.txt").write_text("def add(a, b):\n")
+    (root / "rows.jsonl").write_text('{"text": "import os"}\n' * 1000)
     (root / "binary.txt").write_bytes(b"\xff\xfe\x00")
     shutil.copytree(converted["W8A16"], root / "one layer fewer")
     edit_json(root / "one layer fewer" / "config.json", lambda config: config.update(num_hidden_layers=1))
@@ -247,6 +248,7 @@ CPU, GPU = "--cpu-weights", "--gpu-weights"
 REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
     ("example", CPU, "int8", "short.txt", (), 5, "short.txt: .*less than one sequence of 128"),
     ("example", CPU, "int8", "binary.txt", (), 5, "binary.txt"),
+    ("example", CPU, "int8", "rows.jsonl", (), 5, "rows.jsonl: is a data set of rows; write their texts"),
     ("example", CPU, "int8", "none", (), 5, "none"),
     ("example", CPU, "int8", "text", ("--sequence-length", 4096), 2, "1024"),
     ("example", CPU, "empty", "text", (), 5, "has no .safetensors file"),

@@ -27,7 +27,7 @@ STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fu
 REMEDY = "correct it, as docs/reference/architectures.md shows"
 LISTS = ("matches", "layers", "experts", "width", "hidden")
 # Fields of a row that are not in files.
-NO_KEYS = ("refusal", "shares", "decides", "router_scale", "after", "function", "stack", "more")
+NO_KEYS = ("refusal", "shares", "decides", "router_scale", "router", "after", "function", "stack", "more")
 CONSTANTS = ("limit", "alpha", "beta")
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 

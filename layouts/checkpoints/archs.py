@@ -99,6 +99,7 @@ class Arch:
     function     what its experts compute; config.json may name another activation than silu, and the constants.
     decides      its activation holds, whatever config.json calls it: an --arch-file may say so.
     router_scale a GGUF's scale of the down matrices is the router's, unless gate and up have scales, too.
+    router       end of the router's name in transformers, if it is a Linear and has a different name in the checkpoint.
     after        config keys of the number of experts that precede its own in a layer: those of the stack before, which
                  the checkpoint numbers together with them
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
@@ -118,6 +119,7 @@ class Arch:
     function: ExpertFunction = PLAIN
     decides: bool = False
     router_scale: bool = False
+    router: str = ""
     after: tuple[str, ...] = ()
     refusal: str | None = None
     stack: str = ""
@@ -460,7 +462,13 @@ ARCHS = (
     ),
     Arch("dots.llm1", ("dots1", "Dots1ForCausalLM", "gguf:dots1"), MLP),
     Arch("OLMoE", ("olmoe", "OlmoeForCausalLM", "gguf:olmoe"), MLP, width=DENSE_WIDTH),
-    Arch("Phi-3.5-MoE", ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM", "gguf:phimoe"), SPARSE, width=DENSE_WIDTH),
+    Arch(
+        "Phi-3.5-MoE",
+        ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM", "gguf:phimoe"),
+        SPARSE,
+        width=DENSE_WIDTH,
+        router="mlp.router",
+    ),
     Arch("Jamba", ("jamba", "JambaForCausalLM", "gguf:jamba"), FEED_FORWARD, width=DENSE_WIDTH),
     Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP, shares=("glm4moe",)),
     Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),

@@ -68,11 +68,13 @@ def non_expert_linears(model: MoeModel) -> tuple[str, ...]:
 
 
 def make_ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
-    """Return these patterns, one for each MTP layer, and one for each kind of remaining module.
+    """Return these patterns, one for each MTP layer, one for a renamed router, and one for each other kind of module.
 
     Raises UsageError if a pattern matches an expert.
     """
     listed = [*patterns, *(rf"re:(.*\.)?layers\.{layer}\..*" for layer in model.mtp_layers)]
+    if model.arch.router:
+        listed.append(rf"re:.*\.{re.escape(model.arch.router)}$")
     try:
         ignored = IgnoreList(listed, OPTION)
         for name in non_expert_linears(model):

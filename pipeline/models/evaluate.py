@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.models import loading, pretrained
+from ktconvert.pipeline.models.text_datasets import KINDS, TEXT
 from ktconvert.pipeline.options.model_options import STORED
 from ktconvert.pipeline.report.text import plural
 
@@ -78,7 +79,9 @@ class Evaluation(NamedTuple):
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file. Raises InputError if it is not readable as UTF-8."""
+    """Return the content of a text file. Raises InputError if it is a data set of rows, or not readable as UTF-8."""
+    if KINDS.get(path.suffix.lower(), TEXT) != TEXT:
+        raise InputError(f"{path}: is a data set of rows; write their texts to a .txt file, and give --text that.")
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

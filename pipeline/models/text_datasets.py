@@ -41,7 +41,8 @@ from ktconvert.pipeline.report.text import first_line
 Ids = npt.NDArray[np.int64]  # [tokens]
 Row = Mapping[str, Any]
 
-KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+TEXT = "text"
+KINDS = {".txt": TEXT, ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SUFFIXES = ", ".join(KINDS)
 # Options of `datasets`: keep line ends of text, and keep rows unchanged even if they look like a coding agent's log.
 LOADER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -98,7 +99,7 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     with _preserve_settings(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
             limit = options.num_calibration_samples - len(rows)
-            if file_kind(file) == "text":
+            if file_kind(file) == TEXT:
                 lines = (row["text"] for row in read_rows(file, cache))
                 rows += _cut_text(lines, tokenizer, options.sequence_length, limit)
             else:
