@@ -680,6 +680,9 @@ def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, e
                 assert line in lines, f"{page_id(page)}, transcript: {line!r} is missing; paste `make demo` again"
     shown = read_text(README).partition("check        result\n")[2].partition("\nverified\n")[0].splitlines()
     assert shown and [line for line in shown if line not in [*verified["int8"].splitlines(), "..."]] == []
+    list_sizes = "du -h --apparent-size * | expand -t 8"  # as in the Makefile
+    sizes = subprocess.run(list_sizes, cwd=tmp_path / "int4", shell=True, capture_output=True, text=True, check=True)
+    assert sizes.stdout in read_text(FIRST_CONVERSION)
     inspect_step, plan_step, _, verify_step = list(blocks(read_text(FIRST_CONVERSION), "text"))[:4]
     for step, output in ((inspect_step, inspected), (plan_step, planned), (verify_step, verified["int8"])):
         stable = [line for line in step.splitlines() if not line.startswith("checkpoint ") and line[-1:] != "†"]
