@@ -26,6 +26,7 @@ from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import TRAIN, is_output, open_dequantized, open_output, refuse_adapter
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.containers import GGUF, SAFETENSORS
 from ktconvert.layouts.sources.source import TensorSource, locate_checkpoint, open_checkpoint
 from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.native_quant import kernels
@@ -237,6 +238,12 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
     }
 
 
+def _name_output(source_name: str) -> str:
+    """Return the beginning of the name that a printed command gives an output: the checkpoint's name."""
+    name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
+    return name.removesuffix(SAFETENSORS.suffix).removesuffix(GGUF.suffix)
+
+
 def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     """Return for each method the legal numbers of NUMA slices, why others are not, and the output's size by number."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
@@ -278,7 +285,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
 
 def gpu_commands(types: list[dict[str, Any]], source_name: str, options: Sequence[str]) -> list[str]:
     """Return a `ktconvert gpu` command with these options for each possible output."""
-    output_name = Path(source_name).expanduser().resolve().name
+    output_name = _name_output(source_name)
     lines = []
     for quant_type in (row["quant_type"] for row in types if row["refused"] is None):
         words = ["ktconvert", "gpu", "-i", source_name, "-o", f"{output_name}-{quant_type}"]
@@ -295,10 +302,10 @@ def dequantize_output(source: TensorSource, source_name: str, options: Sequence[
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
         return {}
-    output_name = Path(source_name).expanduser().resolve().name
+    command = ["ktconvert", "dequantize", source_name, f"{_name_output(source_name)}-dequantized", *options]
     return {
         "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
-        "dequantize": [shlex.join(["ktconvert", "dequantize", source_name, f"{output_name}-dequantized", *options])],
+        "dequantize": [shlex.join(command)],
     }
 
 
@@ -311,8 +318,7 @@ def cpu_commands(model: MoeModel, source_name: str, options: Sequence[str]) -> l
         if not legal_counts(fmt, shapes):
             continue
         slices = choose_count([(fmt, sizes) for sizes in shapes], pools)
-        output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
-        output = f"{output_name.removesuffix(model.source.container.suffix)}-{fmt.name}"
+        output = f"{_name_output(source_name)}-{fmt.name}"
         words = ["ktconvert", "cpu", "-i", source_name, "-o", output, "--quant-method", option]
         lines.append(shlex.join([*words, "--numa", str(slices), *options]))
     return lines
