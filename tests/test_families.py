@@ -207,6 +207,26 @@ def test_run_generates_the_text_of_transformers(model_type: str, tmp_path: Path)
     check_text(model_type, row, tmp_path)
 
 
+@pytest.mark.parametrize("model_type", [pytest.param(n, marks=() if n == "phimoe" else pytest.mark.long) for n in ROWS])
+def test_transformers_loads_outputs_for_the_gpu(model_type: str, tmp_path: Path) -> None:
+    """It finds the Linears that are not quantized, also under its own names: Phi-3.5-MoE's router is one."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    row = ROWS[model_type].holds_for(transformers.__version__)
+    if row is None or row.build_error or row.refusal:
+        pytest.skip(f"{model_type} is not converted")
+    kind, model, output = auto_class(model_type), tmp_path / "model", tmp_path / "w4"
+    save_model(kind, config_of(model_type, row), model)
+    done = conversion.ktconvert("gpu", model, output, "--quant-method", "RTN", "--group-size", "32")
+    if done.returncode:
+        assert done.returncode == 3 and "has several stacks of experts" in done.stderr, done.stderr
+        return
+    verified = conversion.ktconvert("verify", output, "--against", model)
+    assert verified.returncode == 0, verified.stderr
+    if "note: not loaded: transformers reads no single experts of" not in verified.stderr:
+        assert re.search(r"^reload +ok", verified.stdout, re.M), verified.stderr
+
+
 def check_text(model_type: str, row: Row, folder: Path) -> None:
     import torch
 
