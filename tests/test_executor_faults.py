@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -207,6 +208,22 @@ def test_a_run_without_workers_ends_after_the_timeout(setting: Setting, cluster:
     assert "start one on each host: dask worker" in warning and "the command ends in 4.0 s" in warning
     cluster.send("b", signal.SIGKILL)
     setting.resume_and_check(output)
+
+
+LEAVE_TASKS = """
+import sys
+from ktconvert.pipeline.engine import dask_executor
+for _ in range(40):
+    with dask_executor.connect(sys.argv[1], lambda warning: None) as executor:
+        for _ in range(8):
+            executor.submit(int, "3")
+"""
+
+
+def test_a_process_that_leaves_tasks_to_a_scheduler_ends(cluster: Cluster) -> None:
+    """Dask cancels them while it closes the client, which may then never answer a thread that asks for their results."""
+    command = [sys.executable, "-c", LEAVE_TASKS, cluster.address]
+    subprocess.run(command, env={**os.environ, **cluster.env}, timeout=conversion.TIMEOUT, check=True)
 
 
 def make_orphans(setting: Setting, cluster: Cluster, output: Path) -> set[str]:

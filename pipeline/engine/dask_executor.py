@@ -28,6 +28,7 @@ TIMEOUT = 3600.0  # default of --executor-timeout: seconds to wait while there a
 CONNECT_ATTEMPTS = 3
 SILENT_SECONDS = 30.0  # seconds without a heartbeat until a warning; workers send one every few seconds
 POLL_SECONDS = 1.0
+RESULT_SECONDS = 10.0  # until it is checked whether the client, which a result is waited for, was closed
 LOCAL = "local"
 MAX_LOCAL_WORKERS = 1024
 NO_LOGGING = logging.CRITICAL + 1  # Dask logs the end of a client as critical
@@ -56,8 +57,10 @@ class DaskExecutor(Executor):
         self._pending[future] = dask_future
 
         def settle(dask_future: Any) -> None:
+            if future not in self._pending:
+                return  # failed already. A client that is being closed may never answer result()
             try:
-                result, error = dask_future.result(), None
+                result, error = self._read_result(dask_future), None
             except BaseException as caught:
                 result, error = None, _explain(caught)
             dask_future.release()
@@ -71,6 +74,17 @@ class DaskExecutor(Executor):
         dask_future.add_done_callback(settle)
         future.add_done_callback(cancel)
         return future
+
+    def _read_result(self, dask_future: Any) -> Any:
+        """Return a task's result, or raise its error. Raises ConnectionError if the client is closed meanwhile."""
+        while True:
+            try:
+                return dask_future.result(timeout=RESULT_SECONDS)
+            except TimeoutError:
+                if dask_future.status == "error":  # the task's own error
+                    raise
+                if not self._pending:
+                    raise ConnectionError("the client was closed") from None
 
     def update_heartbeat(self) -> None:
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
@@ -145,6 +159,7 @@ def connect(address: str, warn: Callable[[str], None], timeout: float = TIMEOUT)
             client = _connect_client(distributed.Client, address)
         resources.callback(client.close)
         executor = DaskExecutor(client)
+        resources.callback(executor.fail_all, ConnectionError("the client was closed"))
         executor.update_heartbeat()
         if executor.last_heartbeat is None:
             warn(f"waiting for workers; {_advice(timeout)}")
