@@ -316,8 +316,9 @@ def _warn_of_few_bits(model: MoeModel, fmt: Format, options: CpuOptions) -> Iter
     if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
         int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
         yield (
-            f"the experts already have {model.bits:g} bits per weight: weights from Q4_K have an error of {int4_error} "
-            "in int4, and of 7.2 to 8.6 % in int8; --quant-method int8 is the better choice"
+            f"the experts already have {model.bits:g} bits per weight, which int4 rounds again: compared with the "
+            f"original, random weights in Q4_K have an error of {int4_error} in int4, and of 7.2 to 8.6 % in int8; "
+            "--quant-method int8 is the better choice"
         )
 
 
