@@ -190,7 +190,9 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
     folder = write_statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
     write_file(theirs, {hot_experts.MASK_NAME: ("BOOL", np.zeros((3, 4), np.uint8))})
-    for path, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
+    directory = tmp_path / "folder.safetensors"
+    directory.mkdir()
+    for path, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (directory, 7), (folder, 2)):
         code, text = error_of(folder, "--output", path, "--num-gpu-experts", 1)
         assert code == expected and str(path) in text
     assert not hot_experts.read_mask(theirs).any()

@@ -161,10 +161,8 @@ def test_a_plan_with_missing_or_wrong_entries_is_refused(inputs: Inputs) -> None
         edit_json(inputs.work.plan, lambda plan: plan["settings"].pop("scale"))
         assert run_command("resume", inputs.broken, "--dry-run", message="cannot be read (scale is missing)") == 7
         edit_json(inputs.work.plan, lambda plan: plan["settings"].update(layers=5))
-        assert (
-            run_command("resume", inputs.broken, "--dry-run", message="cannot be read (layers must be a str, not 5")
-            == 7
-        )
+        message = "cannot be read (layers must be a str, not 5; give layers='5')"
+        assert run_command("resume", inputs.broken, "--dry-run", message=message) == 7
 
 
 def test_a_record_without_a_fingerprint_does_not_count(inputs: Inputs) -> None:

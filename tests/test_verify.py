@@ -404,7 +404,7 @@ def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path,
     assert "is not the same conversion as" in message and "it has method AMXINT8, not AMXINT4; compare" in message
     searched = convert(example, tmp_path / "searched", "--scale", "mse")
     message = require_refused(conversions["int4-merged"], "--against", searched)
-    assert f"was not made like {searched}: scale = absmax, not mse; compare outputs of the same model" in message
+    assert f"was not made like {searched}: --scale absmax, not mse; compare outputs of the same model" in message
     one = convert(example, tmp_path / "one", "--layers", 0)
     report = run_verify(conversions["int4-merged"], "--against", one)
     assert problems(report, "other") == [f"layer 1 (96 tensors) is missing in {one}"]

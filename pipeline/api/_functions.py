@@ -219,8 +219,8 @@ def _takes_two(function: Callable[..., object]) -> bool:
         inspect.signature(function).bind(0, 0)
     except TypeError:
         return False
-    except ValueError:  # a function in C without a signature
-        return True
+    except ValueError:  # a function in C without a signature may take them
+        pass
     return True
 
 

@@ -53,15 +53,16 @@ def experts(options: ExpertsOptions) -> None:
     path = options.counts.expanduser()
     counts = expert_placement.read_any_counts(path)
     mask = _choose_experts(options, counts)
-    launch_command = next_command = None
-    if options.format == "mask":
-        next_command = _make_serve_command(options, path, counts)
-    else:
-        launch_command = _make_launch_command(options, path, output, counts, mask)
+    is_mask = options.format == "mask"
+    server = (
+        _make_serve_command(options, path, counts)
+        if is_mask
+        else _make_launch_command(options, path, output, counts, mask)
+    )
     if options.format == "sglang":
         _write_new_file(output, expert_placement.map_file(counts))
     else:
-        data = hot_experts.mask_file(mask) if options.format == "mask" else expert_placement.counts_file(counts)
+        data = hot_experts.mask_file(mask) if is_mask else expert_placement.counts_file(counts)
         publish.write_marked_file(output, data)
     covered = hot_experts.hot_fraction(counts, mask)
     document = {
@@ -72,22 +73,21 @@ def experts(options: ExpertsOptions) -> None:
         "experts": counts.shape[1],
         "tokens": int(counts.sum()),
         "coverage": float((counts * mask).sum() / counts.sum()),
-        "command": launch_command,
+        "command": None if is_mask else server,
         "layers": [
             {"layer": n, "coverage": float(covered[n]), "hot": [int(e) for e in mask[n].nonzero()[0]]}
             for n in range(len(counts))
             if counts[n].any()
         ],
     }
-    if options.plot is not None:
-        plot_experts(options.plot, document)
     if options.as_json:
         click.echo(json.dumps(document))
-        return
-    launch_lines = () if launch_command is None else ("", launch_command)
-    click.echo("\n".join((*format_table(coverage_rows(document)), *launch_lines)))
-    if next_command is not None:
-        Reporter().say(f"next: {next_command}")
+    else:
+        click.echo("\n".join((*format_table(coverage_rows(document)), *(() if is_mask else ("", server)))))
+        if is_mask:
+            Reporter().say(f"next: {server}")
+    if options.plot is not None:
+        plot_experts(options.plot, document)
 
 
 def _choose_experts(options: ExpertsOptions, counts: I64) -> Mask:
@@ -120,15 +120,14 @@ def _make_serve_command(options: ExpertsOptions, path: Path, counts: I64) -> str
     Raises InputError if the model or the CPU's experts have other experts than the counts.
     """
     from ktconvert.layouts.outputs.measuring import measure_output
-    from ktconvert.layouts.outputs.opening import is_output, is_statistics, open_output
+    from ktconvert.layouts.outputs.opening import open_output
 
     if options.model is not None:
         _require_model(path, counts, options.model)
     if options.cpu_weights is not None:
         shapes = measure_output(open_output(options.cpu_weights.expanduser())).shapes
         _require_same_experts(path, counts, options.cpu_weights, {layer: shape[0] for layer, shape in shapes.items()})
-    weights = options.cpu_weights or (path if is_output(path) and not is_statistics(path) else "OUT")
-    inputs = options.model or "MODEL", "--cpu-weights", str(weights)
+    inputs = options.model or "MODEL", "--cpu-weights", str(_find_cpu_weights(options, path) or "OUT")
     return shlex.join(["ktconvert", "serve", *inputs, "--gpu-experts-mask", str(options.output)])
 
 
@@ -139,7 +138,7 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
     CPU's experts are no output or a mix of methods.
     """
     from ktconvert.layouts.outputs import launch
-    from ktconvert.layouts.outputs.opening import is_output, is_statistics, is_whole_model
+    from ktconvert.layouts.outputs.opening import is_whole_model
 
     by_counts = options.format == "sglang-kt"
     placement = launch.place_experts(output, _count_experts(options, counts, mask), by_counts=by_counts)
@@ -147,7 +146,7 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
     if model is None and options.cpu_weights is not None and is_whole_model(path):
         model = str(path.absolute())
     shared_experts = model is None or _require_model(path, counts, model).has_shared_experts
-    weights = options.cpu_weights or (path if is_output(path) and not is_statistics(path) else None)
+    weights = _find_cpu_weights(options, path)
     if weights is None:
         return launch.join_command(
             launch.make_options(
@@ -159,6 +158,13 @@ def _make_launch_command(options: ExpertsOptions, path: Path, output: Path, coun
             )
         )
     return launch.join_command(_serve_output(path, counts, model, weights.expanduser().absolute(), placement))
+
+
+def _find_cpu_weights(options: ExpertsOptions, path: Path) -> Path | None:
+    """Return the output with the CPU's experts: --cpu-weights, or the one that has the counts; None: unknown."""
+    from ktconvert.layouts.outputs.opening import is_output, is_statistics
+
+    return options.cpu_weights or (path if is_output(path) and not is_statistics(path) else None)
 
 
 def _count_experts(options: ExpertsOptions, counts: I64, mask: Mask) -> str:

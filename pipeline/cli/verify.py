@@ -60,7 +60,7 @@ def verify(options: VerifyOptions) -> None:
         report = verify_output(options, reporter, backend.executor, worker_threads or backend.threads)
     if options.run:
         report.checks.append(run_check(report, threads))
-    page = None if options.report is None else render_page(report).encode("utf-8", "backslashreplace")
+    page = "" if options.report is None else render_page(report)
     if options.full and options.against is None:
         notes.append("--full has no effect without --against: it is for errors compared with the source")
     if options.text is not None and not any(check.name == "predictions" for check in report.checks):
@@ -72,8 +72,8 @@ def verify(options: VerifyOptions) -> None:
         for note in notes:
             reporter.announce(note)
         _print_report(report, options, reporter)
-    if options.report is not None and page is not None:  # after the table, which a full disk must not take away
-        publish.write_marked_file(options.report, page)
+    if options.report is not None:  # after the table, which a full disk must not take away
+        publish.write_marked_file(options.report, page.encode("utf-8", "backslashreplace"))
         if not options.reporting.json_events:
             reporter.say(f"page: {options.report}")
     if report.sentence is not None:

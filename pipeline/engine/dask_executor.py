@@ -28,7 +28,7 @@ TIMEOUT = 3600.0  # default of --executor-timeout: seconds to wait while there a
 CONNECT_ATTEMPTS = 3
 SILENT_SECONDS = 30.0  # seconds without a heartbeat until a warning; workers send one every few seconds
 POLL_SECONDS = 1.0
-RESULT_SECONDS = 10.0  # until it is checked whether the client, which a result is waited for, was closed
+RESULT_SECONDS = 10.0  # to wait for a result at a time, since a closed client never answers
 LOCAL = "local"
 MAX_LOCAL_WORKERS = 1024
 NO_LOGGING = logging.CRITICAL + 1  # Dask logs the end of a client as critical
@@ -60,7 +60,7 @@ class DaskExecutor(Executor):
             if future not in self._pending:
                 return  # failed already. A client that is being closed may never answer result()
             try:
-                result, error = self._read_result(dask_future), None
+                result, error = self._read_result(future, dask_future), None
             except BaseException as caught:
                 result, error = None, _explain(caught)
             dask_future.release()
@@ -75,15 +75,15 @@ class DaskExecutor(Executor):
         future.add_done_callback(cancel)
         return future
 
-    def _read_result(self, dask_future: Any) -> Any:
-        """Return a task's result, or raise its error. Raises ConnectionError if the client is closed meanwhile."""
+    def _read_result(self, future: Future[Any], dask_future: Any) -> Any:
+        """Return a task's result, or raise its error. Raises ConnectionError if the future fails meanwhile."""
         while True:
             try:
                 return dask_future.result(timeout=RESULT_SECONDS)
             except TimeoutError:
                 if dask_future.status == "error":  # the task's own error
                     raise
-                if not self._pending:
+                if future not in self._pending:
                     raise ConnectionError("the client was closed") from None
 
     def update_heartbeat(self) -> None:

@@ -18,11 +18,11 @@ from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
+from ktconvert.pipeline.engine.comparisons import compare_files, describe_different_settings, find_newer_file
 from ktconvert.pipeline.engine.paths import Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, PLAN_VERSION, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import has_no_units, why_finished
-from ktconvert.pipeline.options.declare import Option, option_fields, to_json_value
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
@@ -226,23 +226,13 @@ def report_nothing_to_do(output: Path, reporter: Reporter, plan: Plan | None = N
     plan  the plan with which its manifest was compared; None if it was not
     """
     reporter.event("finished", output=str(output), nothing_to_do=True)
-    if plan is not None and (newer := _find_newer_file(output, plan)):
-        remedy = "if it has other weights now, replace the output with --overwrite"
-        reporter.warn(f"{newer} was modified after {output} was made; {remedy}")
-    comparison = "" if plan is None else f" ({SAME}); next: {plan.next_command}"
+    comparison = ""
+    if plan is not None and (finished := manifest.read_manifest(output)) is not None:
+        if newer := find_newer_file(finished.source, plan, (output / manifest.NAME).stat().st_mtime_ns):
+            remedy = "if it has other weights now, replace the output with --overwrite"
+            reporter.warn(f"{newer} was modified after {output} was made; {remedy}")
+        comparison = f" ({SAME}); next: {plan.next_command}"
     reporter.say(f"{output} is finished: nothing to do{comparison}")
-
-
-def _find_newer_file(output: Path, plan: Plan) -> Path | None:
-    """Return the first file of the input that is newer than the output, unless its content was compared by a hash."""
-    made = (output / manifest.NAME).stat().st_mtime_ns
-    finished = manifest.read_manifest(output)
-    hashed = {file.name for file in finished.source if file.blob or file.sha256} if finished else set()
-    for path, file in plan.files.items():
-        is_compared = file.name in hashed and (file.blob or file.sha256)
-        if (file.mtime_ns or 0) > made and not is_compared:
-            return path
-    return None
 
 
 def _require_no_clash(plan: Plan) -> None:
@@ -353,64 +343,8 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
 def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
     """Return descriptions of the options that can change a byte and differ from the old ones."""
     new = plan.document()
-    options = {option_field.name: option_field for option_field in option_fields(type(plan.options))}
-    differences: list[str] = []
-    consequences: list[str] = []
-    if old.command != new.command:
-        differences.append(f"command was {old.command}, is {new.command}")
-    for name in sorted({*old.settings, *new.settings}):
-        old_value = old.settings.get(name)
-        new_value = new.settings.get(name)
-        option = options.get(name)
-        flag = name if option is None else option.flag
-        if isinstance(old_value, dict) and isinstance(new_value, dict):
-            changed = [key for key in new_value if old_value.get(key) != new_value[key]]
-            differences += [f"{flag}: {key} was {old_value.get(key)}, is {new_value[key]}" for key in changed]
-        elif old_value != new_value:
-            # An option that only one of them records, with its default, belongs to a different choice, such as GPTQ.
-            recorded = [settings[name] for settings in (old.settings, new.settings) if name in settings]
-            default = None if option is None else to_json_value(option.default)
-            is_given = option is not None and isinstance(option.declaration, Option) and recorded != [default]
-            kind = differences if len(recorded) > 1 or is_given else consequences
-            kind.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
-    return differences or consequences
-
-
-def _format_setting(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "not given"
-    if isinstance(value, dict | bool | None):
-        return "given" if value else "not given"
-    return str(value)
-
-
-def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
-    """Return the differences between the old input files and the plan's, and the files that were only touched since."""
-    old_files = {file.name: file for file in old}
-    new_files = {file.name: file for file in plan.source}
-    differences = [f"{name} is missing" for name in old_files if name not in new_files]
-    differences += [f"{name} is new" for name in new_files if name not in old_files]
-    touched = []
-    for name in old_files.keys() & new_files.keys():
-        was = old_files[name]
-        now = new_files[name]
-        if was.size != now.size:
-            differences.append(f"{name} had {was.size} bytes, has {now.size}")
-        elif was.header_sha256 != now.header_sha256:
-            differences.append(
-                f"the header of {name} was {str(was.header_sha256)[:12]}, is {str(now.header_sha256)[:12]}"
-            )
-        elif hashes := find_different_hashes(was, now):
-            differences.append(f"the content of {name} was {hashes[0][:12]}, is {hashes[1][:12]}")
-        elif was.mtime_ns not in (None, now.mtime_ns) and not (was.sha256 and was.sha256 == now.sha256):
-            touched.append(name)
-    return sorted(differences), sorted(touched)
-
-
-def find_different_hashes(was: SourceFile, now: SourceFile) -> tuple[str, str] | None:
-    """Return two hashes of one kind, of the content or of the hub's file, that differ; None if there are none."""
-    pairs = ((was.sha256, now.sha256), (was.blob, now.blob))
-    return next(((old, new) for old, new in pairs if old and new and old != new), None)
+    differences = describe_different_settings(old.settings, new.settings, type(plan.options))
+    return [f"command was {old.command}, is {new.command}"] if old.command != new.command else differences
 
 
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:

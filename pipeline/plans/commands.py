@@ -23,8 +23,9 @@ from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
+from ktconvert.pipeline.engine.comparisons import compare_files
 from ktconvert.pipeline.engine.execute import execute_plans
-from ktconvert.pipeline.engine.existing import compare_files, read_plan
+from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.lock import JobShare, unlock
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan

@@ -22,8 +22,8 @@ from ktconvert.pipeline.stages import copy_tensors
 
 STAGE, TITLE = "dequantize", "decode quantized tensors to BF16, copy all others"
 
-# Returns changed tensors of the output, and a note on the change
-TensorChange = Callable[[Sequence[OutputTensor]], tuple[Sequence[OutputTensor], str]]
+# Returns changed tensors of the output, a note on the change, and warnings
+TensorChange = Callable[[TensorSource, Sequence[OutputTensor]], tuple[Sequence[OutputTensor], str, Sequence[str]]]
 
 
 def plan_dequantize(
@@ -31,7 +31,7 @@ def plan_dequantize(
 ) -> Plan:
     """Build the plan from headers; read no weights.
 
-    change      applied to the tensors, for `merge-adapter`
+    change      applied to the source and the tensors, for `merge-adapter`
     more_files  files that are read besides the checkpoint
     """
     source = checkpoint.open_source(options)
@@ -39,8 +39,10 @@ def plan_dequantize(
     everything = find_non_expert_tensors(source, (), source.quantization)
     tensors: Sequence[OutputTensor] = everything.output_tensors()
     change_notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     if change is not None:
-        tensors, *change_notes = change(tensors)
+        tensors, note, warnings = change(source, tensors)
+        change_notes = (note, *warnings)
     facts = _make_facts(source, tensors)
     metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
     stage = copy_tensors.make_stage(source, tensors, options.max_shard_size, metadata, name=STAGE, title=TITLE)
@@ -60,6 +62,7 @@ def plan_dequantize(
         stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
+        warnings=tuple(warnings),
         companions=checkpoint.companions(source.companion_root, [name for name in names if name not in dropped_files]),
         download=checkpoint.plan_download(options, source, [stage]),
         config=dequantized.config_json(source.config) if facts["decoded"] else configs.encode_json(source.config),

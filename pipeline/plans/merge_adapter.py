@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,6 @@ from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
-from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by name
@@ -56,56 +55,19 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
         if (folder / name).is_file()
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    source = checkpoint.open_source(options)
-    find_experts = functools.cache(lambda: recognize(source, to_read=True))
-    names = name_experts(find_experts()) if folder / FUSED in files else {}
-    deltas = read_adapter(folder, names)
-    plan = plan_dequantize(options, functools.partial(_add_adapter, folder, deltas, identity, find_experts), files)
-    warnings = () if folder / FUSED in files else _make_warnings(folder, deltas, source)
-    return replace(plan, warnings=warnings, notes=(*plan.notes, *warnings))
-
-
-def _make_warnings(folder: Path, modules: Iterable[str], source: TensorSource) -> tuple[str, ...]:
-    """Return a sentence on the first module that the settings name and the checkpoint has, but without matrices.
-
-    Only modules that have matrices in another layer count, and none of layers for multi-token prediction: PEFT does not
-    see those.
-    """
-    settings, number = read_settings(folder, MERGE), cfg.find_number(source.config, NUM_LAYERS)
-    if settings["layers_to_transform"] is not None or settings["exclude_modules"]:
-        return ()
-    names = [name.removesuffix(".weight") for name in source.tensors]
-    stored = _group_by_layer(names)
-    for (before, after), layers in _group_by_layer(modules).items():
-        for layer in sorted(stored.get((before, after), set()) - layers):
-            module = f"{before}{layer}{after}"
-            if (number is None or layer < number[1]) and settings.name_module(module):
-                return (
-                    f"{folder.name} has no matrices for {module}, though {CONFIG} names it and the checkpoint has it, "
-                    f"so that module stays unchanged; if the adapter is of a different model, {OTHER}",
-                )
-    return ()
-
-
-def _group_by_layer(names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
-    """Return the numbers of layers by what is before and after them in the names of modules."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for match in filter(None, map(IN_LAYER.fullmatch, names)):
-        found.setdefault((match["before"], match["after"]), set()).add(int(match["layer"]))
-    return found
+    return plan_dequantize(options, functools.partial(_add_adapter, folder, identity), files)
 
 
 def _add_adapter(
-    folder: Path,
-    deltas_by_module: Mapping[str, Delta],
-    identity: str,
-    find_experts: Callable[[], MoeModel],
-    tensors: Sequence[OutputTensor],
-) -> tuple[Sequence[OutputTensor], str]:
-    """Return the tensors with the adapter's additions, and a note.
+    folder: Path, identity: str, source: TensorSource, tensors: Sequence[OutputTensor]
+) -> tuple[Sequence[OutputTensor], str, Sequence[str]]:
+    """Return the tensors with the adapter's additions, a note, and warnings.
 
     Raises InputError or UnsupportedError if the checkpoint lacks such weights.
     """
+    find_experts = functools.cache(lambda: recognize(source, to_read=True))
+    is_fused = (folder / FUSED).is_file()
+    deltas_by_module = read_adapter(folder, name_experts(find_experts()) if is_fused else {})
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
     changes: dict[str, list[Addition]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
@@ -142,7 +104,37 @@ def _add_adapter(
             deltas = TensorDeltas(tensor.entry.shape[-1], tuple(changes[tensor.key]), identity)
             tensor = replace(tensor, deltas=deltas)
         changed.append(tensor)
-    return changed, f"the adapter {folder.name} is merged into {len(changes)} tensors, each rounded to BF16 once"
+    note = f"the adapter {folder.name} is merged into {len(changes)} tensors, each rounded to BF16 once"
+    return changed, note, () if is_fused else _make_warnings(folder, deltas_by_module, source)
+
+
+def _make_warnings(folder: Path, modules: Iterable[str], source: TensorSource) -> tuple[str, ...]:
+    """Return a sentence on the first module that the settings name and the checkpoint has, but without matrices.
+
+    Only modules that have matrices in another layer count, and none of layers for multi-token prediction: PEFT does not
+    see those.
+    """
+    settings, number = read_settings(folder, MERGE), cfg.find_number(source.config, NUM_LAYERS)
+    if settings["layers_to_transform"] is not None or settings["exclude_modules"]:
+        return ()
+    stored = _group_by_layer(name.removesuffix(".weight") for name in source.tensors)
+    for (before, after), layers in _group_by_layer(modules).items():
+        for layer in sorted(stored.get((before, after), set()) - layers):
+            module = f"{before}{layer}{after}"
+            if (number is None or layer < number[1]) and settings.name_module(module):
+                return (
+                    f"{folder.name} has no matrices for {module}, though {CONFIG} names it and the checkpoint has it, "
+                    f"so that module stays unchanged; if the adapter is of a different model, {OTHER}",
+                )
+    return ()
+
+
+def _group_by_layer(names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """Return the numbers of layers by what is before and after them in the names of modules."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(IN_LAYER.fullmatch, names)):
+        found.setdefault((match["before"], match["after"]), set()).add(int(match["layer"]))
+    return found
 
 
 class AdaptedLinear(NamedTuple):

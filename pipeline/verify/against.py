@@ -15,6 +15,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import explain_name
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
+from ktconvert.pipeline.engine.comparisons import describe_different_settings
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Effect, option_fields
 from ktconvert.pipeline.report.text import plural
@@ -282,10 +283,12 @@ def _describe_different_options(output: Output, other_output: Output) -> str | N
     first, second = output.manifest, other_output.manifest
     if first is None or second is None or first.command != second.command or first.command not in CONVERSION_OPTIONS:
         return None
-    fields = option_fields(CONVERSION_OPTIONS[first.command])
-    names = [option_field.name for option_field in fields if option_field.declaration.effect is Effect.WEIGHTS]
-    values = {name: (first.settings.get(name), second.settings.get(name)) for name in names}
-    different = [f"{name} = {mine}, not {other}" for name, (mine, other) in values.items() if mine != other]
+    cls = CONVERSION_OPTIONS[first.command]
+    names = {
+        option_field.name for option_field in option_fields(cls) if option_field.declaration.effect is Effect.WEIGHTS
+    }
+    mine, others = ({name: each.settings[name] for name in names & each.settings.keys()} for each in (first, second))
+    different = describe_different_settings(mine, others, cls, "{} {}, not {}")
     return f"was not made like {other_output.root}: {'; '.join(different)}" if different else None
 
 

@@ -68,7 +68,8 @@ def set_finish_reason(answer: dict[str, Any], truncated: bool) -> dict[str, Any]
     if answer.get("object") == "response":
         if truncated:
             answer |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-            answer["output"][-1]["status"] = "incomplete"
+            for item in answer["output"][-1:]:
+                item["status"] = "incomplete"
         return answer
     for choice in answer["choices"]:
         if choice.get("finish_reason", "stop") in ("stop", "length"):
