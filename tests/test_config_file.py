@@ -108,6 +108,7 @@ def test_the_example_of_the_page_is_valid(write_config: Write) -> None:
 
 WRONG = {
     "[cpu]\nthreds = 1": "[cpu] threds: no option with a default has this name; did you mean threads?",
+    "[cpu]\nquant-metod = 1": "[cpu] quant-metod: no option with a default has this name; did you mean quant-method?",
     "[all]\nthreds = 1": "[all] threds: no option with a default has this name; did you mean threads?",
     "[cpu]\ninput = 'model'": "[cpu] input: no default can be set for this option; give it on the command line.",
     "[cpu]\ngpu = true": "[cpu] gpu: no default can be set for this option",

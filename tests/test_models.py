@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.sources.hub_files import HubFile, select_files
@@ -145,6 +146,19 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
     assert states["lost"][3] == f"1 file missing: {shard.name}"
     assert states["edited"][3].startswith("manifest.json ") and states["short"][3].startswith(shard.name)
     assert len(models(folder).stdout.splitlines()) == 1 + len(states)  # one line each
+
+
+def test_checkpoints_with_wrong_experts_are_listed_as_such(tmp_path: Path, models: Any, example: Path) -> None:
+    tensors = load_file(example / WEIGHTS)
+    name = next(name for name in tensors if name.endswith("experts.3.down_proj.weight"))
+    for folder, tensor in (("lacking", None), ("cut", tensors.pop(name)[:-8])):
+        copy_files(example, tmp_path / "models" / folder)
+        save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "models" / folder / WEIGHTS)
+
+    states = list_states(models(tmp_path / "models", "--json").stdout, tmp_path / "models")
+    assert {folder: state for folder, (_, _, state, _) in states.items()} == {"lacking": "incomplete", "cut": "damaged"}
+    assert states["lacking"][3].startswith(f"tensor '{name}' is missing")
+    assert states["cut"][3].startswith(f"{WEIGHTS}: tensor '{name}' has shape ")
 
 
 def test_a_loose_file_hides_no_models(tmp_path: Path, models: Any, packed_example: Any) -> None:

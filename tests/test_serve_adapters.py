@@ -274,7 +274,10 @@ def test_an_adapter_of_kt_kernel_fits_a_family_with_other_names(example, tmp_pat
         ("convert-adapter", kt, "--model", model, "-o", tmp_path / "peft"),
         ("merge-adapter", model, "--adapter", kt, "-o", tmp_path / "merged", "-q"),
     ):
-        assert run_in_process(*command).exit_code == 0
+        result = run_in_process(*command)
+        assert result.exit_code == 0
+        if command[0] == "convert-adapter":
+            assert f"next: ktconvert run {model} --adapter {tmp_path}/peft --prompt Hello" in result.stderr
     none, first, second, original, merged = (
         compute_logits(loading.load_model_and_tokenizer(loading.ModelChoice(str(path), **options))[0])
         for path, options in (

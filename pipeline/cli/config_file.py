@@ -55,7 +55,8 @@ def read_defaults(command: str, cls: type[Options], parent: click.Context) -> di
             elif name not in (known := _list_keys(title, parent)):
                 if name in _list_flags(title, parent):
                     raise UsageError(f"{place}: no default can be set for this option; give it on the command line.")
-                raise _unknown_name(place, "option with a default", name, known, "" if title == ALL else title)
+                keys = [known_key.replace("_", "-") for known_key in known] if "-" in key else known
+                raise _unknown_name(place, "option with a default", key, keys, "" if title == ALL else title)
     return defaults
 
 

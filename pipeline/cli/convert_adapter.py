@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 
 import click
 
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import ConvertAdapterOptions
+from ktconvert.pipeline.report.progress import Reporter
 
 
 @command("convert-adapter", ConvertAdapterOptions)
@@ -37,4 +39,9 @@ def convert_adapter(options: ConvertAdapterOptions) -> None:
     model = recognize(open_checkpoint(options.model, options.hub.revision), to_read=True)
     count = write_peft_adapter(folder, output, name_experts(model))
     document = {"event": "converted", "adapter": str(folder), "output": str(output), "matrices": count}
-    click.echo(json.dumps(document) if options.as_json else f"{output}: {count} matrices")
+    if options.as_json:
+        click.echo(json.dumps(document))
+        return
+    click.echo(f"{output}: {count} matrices")
+    command_line = ["ktconvert", "run", options.model, "--adapter", str(output), "--prompt", "Hello"]
+    Reporter().say(f"next: {shlex.join(command_line)}")

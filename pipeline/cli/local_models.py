@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ktconvert.layouts import errors
 from ktconvert.layouts.checkpoints import adapter
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_by_option, mixed
@@ -141,6 +143,8 @@ def _describe(path: Path, name: str, kind: str) -> LocalModel:
         return READERS[kind](model, path)
     except (KTConvertError, OSError) as error:
         state = UNSUPPORTED if isinstance(error, UnsupportedError) else DAMAGED
+        if isinstance(error, KTConvertError) and error.remedy == errors.INCOMPLETE:
+            state = INCOMPLETE
         text = error.text if isinstance(error, KTConvertError) else str(error)
         return replace(model, state=state, detail=text.removeprefix(f"{path}/").removeprefix(f"{path}: "))
 
@@ -227,6 +231,8 @@ def _read_checkpoint(model: LocalModel, path: Path) -> LocalModel:
         return replace(model, state=INCOMPLETE, detail=_describe_missing(missing))
     try:
         with open_checkpoint(path) as source:
+            with contextlib.suppress(UnsupportedError):  # dense models, too, are complete
+                recognize(source, to_read=True)
             dtypes: Counter[str] = Counter()
             for info in source.tensors.values():
                 dtypes[info.dtype] += info.nbytes

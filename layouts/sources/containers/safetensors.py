@@ -58,7 +58,7 @@ def read_header(path: Path, file: str = "") -> Header:
             raise bad_file(path, f"only {status.st_size} bytes, too short for a safetensors header")
         length = int.from_bytes(head, "little")
         if length > MAX_HEADER:
-            raise bad_file(path, f"header length {length} is over the format's limit of {MAX_HEADER}")
+            raise bad_file(path, f"is no safetensors file: its first 8 bytes are no length of a header ({length})")
         if 8 + length > status.st_size:
             raise bad_file(path, f"header of {length} bytes does not fit a file of {status.st_size} bytes")
         raw = read_at(fd, 0, 8 + length, path)
