@@ -409,6 +409,29 @@ def test_merging_into_quantized_experts_equals_merging_into_decoded_ones(form, t
         assert np.allclose(new - old, b @ a, rtol=0, atol=2**-8 * np.abs(new).max())
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_verify_adds_the_adapter_again(stacked, model, tmp_path):
+    if stacked:
+        stack(model)
+    folder = write_adapter(tmp_path / "adapter", expert_modules())
+    merged, moved = merge(model, folder), tmp_path / "moved"
+
+    def verify(*arguments: object, code: int = 0) -> str:
+        result = run_in_process("verify", *arguments)
+        assert getattr(result.exception, "exit_code", result.exit_code) == code, result.output
+        return f"{result.output}{result.exception}"
+
+    assert "the adapter added to " in verify(merged, "--against", model)
+    folder.rename(moved)
+    assert f"{folder}, does not exist; give it as --adapter" in verify(merged, "--against", model, code=2)
+    verify(merged, "--against", model, "--adapter", moved)
+    assert "--adapter needs an output of" in verify(merged, "--adapter", moved, code=2)
+    output = verify(merged, "--against", merged, "--adapter", moved, code=6)  # a model that has the adapter already
+    assert "with the adapter at byte" in output
+    configure(moved, lora_alpha=1)
+    assert "adapter_config.json: is not the file that" in verify(merged, "--against", model, "--adapter", moved, code=5)
+
+
 def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
     """Changed settings and changed weights both count, and a finished output is then stale."""
     folder = write_adapter(tmp_path / "a", expert_modules())

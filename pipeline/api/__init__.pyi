@@ -594,6 +594,7 @@ def verify(
     text: str | PathLike[str] | None = None,
     imatrix: str | PathLike[str] | None = None,
     statistics: str | PathLike[str] | None = None,
+    adapter: str | PathLike[str] | None = None,
     threads: int | None = None,
 ) -> KTReport:
     """Check an output, as `ktconvert verify` does."""

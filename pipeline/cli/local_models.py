@@ -30,9 +30,9 @@ from ktconvert.pipeline.engine.paths import find_output, locate
 from ktconvert.pipeline.engine.plan import CONFIG, SavedPlan
 from ktconvert.pipeline.report.text import plural, summarize
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT, ADAPTER = "checkpoint", "adapter"
 # Command that wrote an output -> its kind, unless that is the command's name
-KINDS = {"merge": "cpu", "resplit": "cpu", CALIBRATE: "statistics", "train": "adapter"}
+KINDS = {"merge": "cpu", "resplit": "cpu", CALIBRATE: "statistics", "train": ADAPTER}
 COMPLETE, INCOMPLETE, UNFINISHED = "complete", "incomplete", "unfinished"
 DAMAGED, UNSUPPORTED = "damaged", "unsupported"
 MAX_MISSING = 10_000  # shards to look for, however many a file's name claims
@@ -128,7 +128,7 @@ def _find_kind(path: Path) -> str | None:
     if is_statistics(path):
         return KINDS[CALIBRATE]
     if (path / adapter.CONFIG).exists():
-        return "adapter"
+        return ADAPTER
     if has_weights:
         return "cpu" if is_output(path) else CHECKPOINT
     with contextlib.suppress(InputError):
@@ -200,7 +200,7 @@ def _read_output(model: LocalModel, path: Path) -> LocalModel:
         changed.append(manifest.NAME)
     if changed:
         return replace(model, state=DAMAGED, detail=f"{changed[0]} differs from what was written")
-    return model
+    return _read_adapter(model, path) if model.kind == ADAPTER else model
 
 
 def _read_foreign_output(model: LocalModel, path: Path) -> LocalModel:
@@ -271,6 +271,6 @@ READERS: Mapping[str, Callable[[LocalModel, Path], LocalModel]] = {
     "output": _read_output,
     "cpu": _read_foreign_output,
     KINDS[CALIBRATE]: _read_statistics,
-    "adapter": _read_adapter,
+    ADAPTER: _read_adapter,
     CHECKPOINT: _read_checkpoint,
 }

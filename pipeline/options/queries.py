@@ -255,6 +255,9 @@ class VerifyOptions(Options, command="verify"):
         group=Group.ADVANCED,
     )
     importance: ImportanceFile = ImportanceFile()
+    adapter: Path | None = option(
+        "Adapter that `merge-adapter` has added, if it was moved.", FilePath(absolute=True), group=Group.ADVANCED
+    )
     report: Path | None = option("Also write the report as one HTML page.", OutputPath(), group=Group.REPORTING)
     run: bool = option(
         "Also compute a few random tokens through one layer, and compare with float.", default=False, group=Group.CHECKS

@@ -59,7 +59,7 @@ NEXT = {
     "dequantize": f"{VERIFY} --against {{input}}",
     "fetch": VERIFY,
     "merge": VERIFY,
-    "merge-adapter": VERIFY,
+    "merge-adapter": f"{VERIFY} --against {{input}}",
     "resplit": VERIFY,
     "calibrate": "ktconvert cpu {input} OUT --scale imatrix --statistics {output}",
     "train": "ktconvert run {input}{cpu_weights} --adapter {output} --prompt Hello",

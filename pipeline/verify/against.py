@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from ktconvert.layouts.checkpoints.adapter_merging import add_adapter
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.encodings import Weight
@@ -15,6 +18,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import explain_name
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
+from ktconvert.native_quant.arrays import U8
 from ktconvert.pipeline.engine.comparisons import describe_different_settings
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Effect, option_fields
@@ -36,11 +40,14 @@ from ktconvert.pipeline.verify.expert_checks import (
 )
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.tensor_checks import model_sizes
+from ktconvert.quantizers.reference import bf16_to_f32
 
 SAME_OPTIONS = "compare outputs of the same model, made with the same options"
 SOURCE_REMEDY = f"give the source that it was made from, or {CONVERT_AGAIN}"
 # Cosine between weights that have nothing in common is near 0; between weights and their codes in 4 bits, it is 0.99.
 UNRELATED_COSINE = 0.5
+BF16_STEP = 2.0**-7  # largest distance of two neighbouring values in BF16, as a fraction of them
+SUM_ERROR = 1e-6  # error of a sum in float32, as a fraction of the largest terms
 
 Expert = tuple[int, int]  # layer, expert
 
@@ -188,24 +195,30 @@ def require_source(inputs: Inputs) -> TensorSource:
 
 
 def list_dequantized(inputs: Inputs) -> dict[str, OutputTensor]:
-    """Return the tensors that `dequantize` writes for a source, by name; for an output of `fetch` those that it has.
+    """Return the tensors that `dequantize` or `merge-adapter` writes for a source, by name; of `fetch`, those it has.
 
-    Raises InputError and UnsupportedError for a source that it does not accept.
+    Raises InputError and UnsupportedError for a source or an adapter that these commands do not accept.
     """
     source = require_source(inputs)
     if inputs.measure.method == dequantized.FETCHED:
         fetched = inputs.output.non_expert_tensors
         return {name: OutputTensor(name, info) for name, info in source.tensors.items() if name in fetched}
-    tensors = find_non_expert_tensors(source, (), source.quantization).tensors
-    return {name: OutputTensor(name, stored) for name, stored in tensors.items()}
+    tensors: Sequence[OutputTensor] = find_non_expert_tensors(source, (), source.quantization).output_tensors()
+    if inputs.adapter is not None:
+        tensors, _ = add_adapter(inputs.adapter, "", source, tensors)
+    return {tensor.key: tensor for tensor in tensors}
 
 
 def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
-    """Compare every tensor of an output of `dequantize` with the source; quantized weights are decoded again."""
+    """Compare every tensor of a checkpoint with the source: weights are decoded again, and the adapter added again."""
     tensors = list_dequantized(inputs)
     problems = compare_non_experts(inputs, tensors, check_items)
-    count = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
-    result = f"{count} weights decoded again, same bytes; {len(tensors) - count} other tensors equal"
+    changed = sum(tensor.deltas is not None for tensor in tensors.values())
+    decoded = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
+    if inputs.adapter is None:
+        result = f"{decoded} weights decoded again, same bytes; {len(tensors) - decoded} other tensors equal"
+    else:
+        result = f"the adapter added to {changed} weights again, same values; {len(tensors) - changed} others equal"
     return Check("source", result, problems, remedy=SOURCE_REMEDY)
 
 
@@ -222,6 +235,16 @@ def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], ch
     return problems + [problem for _, problem in findings if problem is not None]
 
 
+def _find_different_sum(stored: U8, expected: U8) -> tuple[int] | None:
+    """Return the first byte of the first BF16 value that differs by more than the sums of float32 of two CPUs do."""
+    if np.array_equal(stored, expected):
+        return None
+    values, sums = (bf16_to_f32(data.view(np.uint16)) for data in (stored, expected))
+    limit = BF16_STEP * np.abs(sums) + SUM_ERROR * np.abs(sums).max()
+    different = np.flatnonzero(~(np.abs(values - sums) <= limit))
+    return (2 * int(different[0]),) if different.size else None
+
+
 def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
     """Return the problem of a non-expert tensor; None if it equals the source's."""
     output = inputs.output
@@ -235,12 +258,15 @@ def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
         stored_text = f"{stored_info.dtype} {list(stored_info.shape)}"
         expected_text = f"{entry.dtype} {list(entry.shape)}"
         return f"{tensor.key} in {stored_info.file} is {stored_text}, must be {expected_text} like {source_info.name}"
+    find_difference = find_first_difference if tensor.deltas is None else _find_different_sum
     position = 0
     for chunk in read_chunks(source, tensor):
-        difference = find_first_difference(output.read(stored_info, position, position + chunk.size), chunk)
+        difference = find_difference(output.read(stored_info, position, position + chunk.size), chunk)
         if difference is not None:
+            with_adapter = "" if tensor.deltas is None else " with the adapter"
             return (
-                f"{tensor.key} in {stored_info.file} differs from {source_info.name} at byte {position + difference[0]}"
+                f"{tensor.key} in {stored_info.file} differs from {source_info.name}{with_adapter} at byte "
+                f"{position + difference[0]}"
             )
         position += chunk.size
     for read in tensor.reads:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.adapter import MERGE
+from ktconvert.layouts.checkpoints.adapter_merging import RECORDED
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ALL, ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path
+from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import (
@@ -31,6 +34,7 @@ from ktconvert.pipeline.engine.paths import find_output, locate, require_no_plan
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
+GIVE_MODEL = "give the model that they were made from"
 DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequantize`, without converted experts
 
 
@@ -42,6 +46,7 @@ class Inputs:
     source   the output's source
     model    the source's model, equalized if the output is; None for an output of `dequantize`
     imatrix  input statistics that the output was made with
+    adapter  adapter that was merged into the source, for the output
     """
 
     options: VerifyOptions
@@ -51,6 +56,7 @@ class Inputs:
     model: MoeModel | None = None
     source: TensorSource | None = None
     imatrix: InputStatistics | None = None
+    adapter: Path | None = None
 
     @property
     def identity(self) -> tuple[tuple[str, int, str], ...]:
@@ -85,10 +91,14 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if is_dequantized(options.output):
         if options.numa is not None or options.method is not None:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
-        source = None if options.against is None else _open_source(options, options.output)
         output = open_dequantized(options.output)
-        return Inputs(options, output, measure_dequantized(output), source=source)
+        adapter = _find_adapter(options, output)
+        if options.against is not None:
+            require_checkpoint(Path(options.against).expanduser(), GIVE_MODEL)
+        source = None if options.against is None else _open_source(options, options.output)
+        return Inputs(options, output, measure_dequantized(output), source=source, adapter=adapter)
     output = open_output(options.output)
+    _find_adapter(options, output)  # it has none
     if output.is_whole_model and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA slices; leave it out.")
     measured = measure_output(output)
@@ -98,7 +108,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     is_source = not output.is_whole_model and is_whole_model(path)  # `cpu` accepts an output of `gpu`
     if (is_output(path) or locate(path).plan.exists()) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
-    require_checkpoint(path, "give the model that they were made from")
+    require_checkpoint(path, GIVE_MODEL)
     row = options.arch_row or output.settings.get("arch_row")
     # The checks of an output for the GPU load the source with transformers, which needs whole files.
     source = _open_source(options, None if output.is_whole_model else options.output)
@@ -109,6 +119,28 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if EQUALIZED in output.facts and measured.fmt is not None:
         model = equalize_for_format(model, measured.fmt)
     return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))
+
+
+def _find_adapter(options: VerifyOptions, output: Output) -> Path | None:
+    """Return the adapter that was merged into the source; None without a source or an adapter.
+
+    Raises InputError for a different adapter, UsageError if none is required, or if it does not exist.
+    """
+    record = output.manifest
+    if record is None or record.command != MERGE or options.against is None:
+        if options.adapter is not None:
+            needed = "an output of `ktconvert merge-adapter`, and --against with the model that it was made from"
+            raise UsageError(f"--adapter needs {needed}; leave it out, or correct the others.")
+        return None
+    folder = options.adapter or Path(output.settings["adapter"])
+    if not folder.is_dir():
+        remedy = "give it as --adapter, or leave out --against"
+        raise UsageError(f"{output.root}: the adapter that was merged into it, {folder}, does not exist; {remedy}.")
+    for file in record.source:
+        path = folder / file.name.removeprefix(RECORDED)
+        if file.name.startswith(RECORDED) and not (path.is_file() and publish.sha256_file(path) == file.sha256):
+            raise InputError(f"is not the file that was merged into {output.root}", "use that adapter", path=path)
+    return folder
 
 
 def _open_source(options: VerifyOptions, stream: Path | None) -> TensorSource:

@@ -32,6 +32,7 @@ from ktconvert.pipeline.verify.reload import Predictions, check_predictions, che
 
 CHECKPOINT = "checkpoint"  # an unconverted checkpoint
 GIVE_SOURCE = f"give the model that was converted, whose files are in {MANIFEST}"
+COMPARABLE = ("cpu", "gpu", dequantized.COMMAND, MERGE)  # commands whose manifests have the source's headers
 MAX_SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
     "merged": "{shards}",
@@ -148,11 +149,9 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not is_readable:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
-    elif source is not None and output.manifest is not None and output.manifest.command == MERGE:
-        report.remarks.append(f"not compared with {options.against}, to whose weights an adapter was added")
     elif source is not None:
         differs = False
-        if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
+        if output.manifest is not None and output.manifest.command in COMPARABLE:
             recorded = {(file.header_sha256, file.size) for file in output.manifest.source if file.header_sha256}
             differs = recorded != {(shard.header_sha256, shard.size) for shard in source.shards}
             if differs:  # the weights may be equal
