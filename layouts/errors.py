@@ -11,6 +11,9 @@ from typing import Self
 REMEDY = "download that file again"
 PERMISSION = "change its permissions, so that you can read it"
 INCOMPLETE = "check that the download is complete, or use another release"
+WORK_FOLDER = ".ktconvert"  # work directory of an unfinished output, in it
+WORK_SUFFIX = ".work"  # suffix of a work directory that is not in its output
+PLAN = "plan.json"  # file of a work directory
 PUBLIC_MODULE = "ktconvert.errors"  # from which users import the classes, so that tracebacks name it
 
 
@@ -131,25 +134,40 @@ def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError
     return InputError(problem, remedy, path=path)
 
 
-def absent_path(path: Path | str, remedy: str = "check the path") -> InputError:
+def absent_path(path: Path | str, remedy: str = "check the path") -> KTConvertError:
     """Return the error for a file or directory to read that does not exist."""
-    target = read_dangling_link(path)
+    return explain_absence(path) or InputError("does not exist", remedy, path=path)
+
+
+def explain_absence(path: Path | str) -> KTConvertError | None:
+    """Return the error for an unfinished output or a dangling link; None for any other path."""
+    path = Path(path)
+    try:
+        if path.exists():
+            return None
+        target = path.readlink() if path.is_symlink() else None
+    except (OSError, ValueError):  # a name that is too long or impossible
+        return None
     if target is not None:
         return InputError(f"is a link to {target}, which does not exist", "correct the link", path=path)
-    return InputError("does not exist", remedy, path=path)
+    return explain_unfinished(path)
 
 
-def read_dangling_link(path: Path | str) -> str | None:
-    """Return the target of a symbolic link whose target does not exist; None for any other path."""
-    try:
-        return None if Path(path).exists() else str(Path(path).readlink())
-    except (OSError, ValueError):  # not a link, or a name that is too long or impossible
-        return None
+def explain_unfinished(path: Path) -> VerificationError | None:
+    """Return the error for an output that is not finished, or its work directory; None for any other path."""
+    beside = path.name and path.with_name(path.name + WORK_SUFFIX) / PLAN
+    if (path / WORK_FOLDER / PLAN).exists() or (beside and beside.exists() and not path.exists()):
+        return VerificationError("is not finished", f"run `ktconvert resume {path}`", path=path)
+    output = path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name not in ("", WORK_SUFFIX) else path
+    if output != path and (path / PLAN).exists():
+        problem = "is the work directory of an unfinished conversion"
+        return VerificationError(problem, f"run `ktconvert resume {output}`", path=path)
+    return None
 
 
 def unreadable_file(
     path: Path | str, error: OSError, problem: str = "cannot be read", remedy: str = REMEDY
-) -> InputError:
+) -> KTConvertError:
     """Return the error for a file that the system does not open or read, with a remedy for the reason."""
     if isinstance(error, FileNotFoundError):
         return absent_path(path, f"check the path, or {REMEDY}")

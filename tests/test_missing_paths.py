@@ -74,20 +74,25 @@ def places(tmp_path_factory, example, packed_example):
     }
 
 
+def run_with(name, path, value, places):
+    """Run a command with a value for one of its paths; return its error."""
+    words = EXCEPTIONS.get((name, path), ARGUMENTS[name]).format(**places).split()
+    if path in words:
+        words[words.index(path) + 1] = value
+    elif path.startswith("-"):
+        words += [path, value]
+    elif words[0] == "-i":
+        words[:2] = [value]
+        del words[words.index("-o")]
+    else:
+        words[0] = value
+    return run_in_process(name, *words).exception
+
+
 @pytest.mark.parametrize(("name", "path"), list_paths())
 def test_a_missing_path_has_one_exit_code(name, path, places, tmp_path):
     missing = str(tmp_path / "absent.safetensors")
-    words = EXCEPTIONS.get((name, path), ARGUMENTS[name]).format(**places).split()
-    if path in words:
-        words[words.index(path) + 1] = missing
-    elif path.startswith("-"):
-        words += [path, missing]
-    elif words[0] == "-i":
-        words[:2] = [missing]
-        del words[words.index("-o")]
-    else:
-        words[0] = missing
-    error = run_in_process(name, *words).exception
+    error = run_with(name, path, missing, places)
     assert type(error) is InputError, error
     assert missing in str(error) and "does not exist" in str(error)
 
@@ -104,12 +109,22 @@ def unfinished(tmp_path_factory, write_qwen, random_experts):
     return output
 
 
-@pytest.mark.parametrize("name", ["run", "serve", "eval", "bench"])
-def test_an_unfinished_output_has_to_be_resumed(name, places, unfinished):
-    words = ARGUMENTS[name].format(**places | {"converted": unfinished}).split()
-    error = run_in_process(name, *words).exception
+@pytest.mark.parametrize(
+    ("name", "path"), [pair for pair in list_paths() if pair[0] not in {"resume", "status", "inspect"}]
+)
+def test_an_unfinished_output_has_to_be_resumed(name, path, places, unfinished):
+    error = run_with(name, path, str(unfinished), places)
     assert type(error) is VerificationError, error
     assert str(error) == f"{unfinished}: is not finished; run `ktconvert resume {unfinished}`."
+
+
+@pytest.mark.parametrize("words", ["verify {work}", "run {model} --cpu-weights {work} --prompt x", "cpu {work} {out}"])
+def test_a_work_directory_leads_to_its_output(words, places, unfinished):
+    work = unfinished.with_name("out.work")
+    error = run_in_process(*words.format(**places, work=work).split()).exception
+    assert type(error) is VerificationError, error
+    remedy = f"run `ktconvert resume {unfinished}`"
+    assert str(error) == f"{work}: is the work directory of an unfinished conversion; {remedy}."
 
 
 def test_every_command_with_a_path_has_a_case():

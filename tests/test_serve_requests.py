@@ -231,15 +231,21 @@ def test_invalid_requests_are_rejected(server, path, body, param):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("path", "body", "message"),
     [
-        (chat(max_token=4), "max_token: is not a parameter of this server; did you mean max_tokens?"),
-        (chat(colour="red"), "colour: is not a parameter of this server; leave it out"),
-        (chat(messages=[{"rol": "user"}]), "messages[0].rol: is not a parameter of this server; did you mean role?"),
+        (CHAT, chat(max_token=4), "max_token: is not a parameter here; did you mean max_tokens?"),
+        (CHAT, chat(colour="red"), "colour: is not a parameter here; leave it out"),
+        (CHAT, chat(messages=[{"rol": "user"}]), "messages[0].rol: is not a parameter here; did you mean role?"),
+        (CHAT, chat(prompt="a"), "prompt: is not a parameter here; use messages"),
+        (RESPONSES, reply(max_tokens=4), "max_tokens: is not a parameter here; use max_output_tokens"),
+        (RESPONSES, reply(response_format={}), "response_format: is not a parameter here; use text.format"),
+        (CHAT, chat(text={}), "text: is not a parameter here; use response_format"),
+        (TEXT, text(text={}), "text: is not a parameter here; only /v1/responses has it; leave it out"),
+        (RESPONSES, reply(n=2), f"n: is not a parameter here; only {CHAT} and {TEXT} have it; leave it out"),
     ],
 )
-def test_unknown_parameters_suggest_a_similar_one(server, body, message):
-    assert post(server, CHAT, body).json()["error"]["message"] == message
+def test_unknown_parameters_name_the_one_to_use(server, path, body, message):
+    assert post(server, path, body).json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize("path", NO_EFFECT)

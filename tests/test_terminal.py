@@ -210,6 +210,7 @@ def test_paths_below_the_current_directory_begin_there(tmp_path, monkeypatch) ->
     shortened = {
         f"{here}/out: failed; see '{here}/out/x y'": "out: failed; see 'out/x y'",
         f"{here}: is empty": ".: is empty",
+        f"pip install '{here}/clone[run]'": "pip install './clone[run]'",  # without a slash, it is a package of PyPI
         f"--kt-weight-path={here}/.work": "--kt-weight-path=.work",
         f"{here}/-o": f"{here}/-o",  # not an option
         f"/data{here}/x, {here}2/x, {here}.": f"/data{here}/x, {here}2/x, {here}.",

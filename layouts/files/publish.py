@@ -15,7 +15,6 @@ from pathlib import Path
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explain_full_disk, read_umask, readable_mode
 
-WORK_FOLDER = ".ktconvert"  # work folder of an unfinished conversion, in its output
 REMOVAL_ATTEMPTS = 10  # number of attempts to remove a folder
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}  # of mkdir; /proc refuses with ENOENT

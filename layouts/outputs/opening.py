@@ -10,11 +10,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import PERMISSION, InputError, VerificationError, bad_file
+from ktconvert.layouts.errors import (
+    PERMISSION,
+    WORK_FOLDER,
+    InputError,
+    VerificationError,
+    bad_file,
+    explain_unfinished,
+)
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
-from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
@@ -140,7 +146,7 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             raise bad_file(root, "is a LoRA adapter, not an output", remedy)
         has_shards = next(root.glob("*.safetensors"), None) is not None
         problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"
-        raise bad_file(root, problem, remedy)
+        raise explain_unfinished(root) or bad_file(root, problem, remedy)
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:

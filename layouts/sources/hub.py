@@ -17,8 +17,7 @@ from ktconvert.layouts.errors import (
     ResourceError,
     UnreachableError,
     UsageError,
-    absent_path,
-    read_dangling_link,
+    explain_absence,
 )
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
@@ -61,7 +60,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     file = FILE.fullmatch(text)
     if file is not None and not companions_only:
         return _resolve_file(file[1], PurePosixPath(file[2]), revision)
-    if not HUB_ID.fullmatch(text) or read_dangling_link(path) is not None:
+    if not HUB_ID.fullmatch(text) or explain_absence(path) is not None:
         raise absent_model(text)
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
@@ -73,10 +72,10 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     return folder
 
 
-def absent_model(text: str) -> InputError:
+def absent_model(text: str) -> KTConvertError:
     """Return the error for a model that is neither an existing path nor a hub id."""
-    if read_dangling_link(text) is not None:
-        return absent_path(text)
+    if (error := explain_absence(text)) is not None:
+        return error
     if (url := OTHER_URL.fullmatch(text)) is not None:  # pathlib drops a slash
         remedy = "download its files, or give s3://, gs://, https:// or http:// to a command that reads them"
         return InputError("is a URL that cannot be read here", remedy, path=f"{url[1]}://{url[2]}")

@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import (
     KTConvertError,
     ResourceError,
     UnreachableError,
-    read_dangling_link,
+    explain_absence,
 )
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
@@ -76,7 +76,7 @@ def find_headers(name: str, revision: str | None = None) -> Location:
     is_here = False
     with contextlib.suppress(OSError, ValueError):
         is_here = Path(name).expanduser().exists()
-    if is_here or not hub.HUB_ID.fullmatch(repository) or read_dangling_link(name) is not None:
+    if is_here or not hub.HUB_ID.fullmatch(repository) or explain_absence(name) is not None:
         return Location(hub.resolve(Path(name).expanduser(), revision))  # which explains what is wrong
     parts = hub.list_parts(PurePosixPath(match[2])) if match else []
     cached = hub.find_snapshot(repository, revision)

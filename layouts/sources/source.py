@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, bad_file, unreadable_file
+from ktconvert.layouts.errors import (
+    InputError,
+    UnsupportedError,
+    UsageError,
+    bad_file,
+    explain_unfinished,
+    unreadable_file,
+)
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.sources import config as cfg
@@ -275,7 +282,8 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
         if any(f.endswith(suffix) for f in files):
             problem = f"holds PyTorch {suffix} weights only, which are not an input"
             raise UnsupportedError(f"{root}: {problem}; use the safetensors release")
-    raise InputError(f"{root}: has no .safetensors file; give the directory of a downloaded checkpoint")
+    remedy = "give the directory of a downloaded checkpoint"
+    raise explain_unfinished(root) or bad_file(root, "has no .safetensors file", remedy)
 
 
 def _weights_file_in_config(root: Path) -> str | None:

@@ -135,7 +135,9 @@ def require_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
 def require_path(name: str, value: Any) -> str:
     """Return a path as a text. Raise ArgumentError for any other value."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(path, str) or not path:
+    if path == "":
+        raise ArgumentError(f"{name} must not be empty")
+    if not isinstance(path, str):
         raise ArgumentError(f"{name} must be a path, not {describe(value)}")
     return path
 

@@ -13,7 +13,6 @@ from click.core import ParameterSource
 
 from ktconvert.layouts.errors import KTConvertError, UsageError, absent_path
 from ktconvert.pipeline.cli.config_file import find_wrong_variables, name_config_file, name_variable, read_defaults
-from ktconvert.pipeline.engine.paths import require_no_plan
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import FilePath, Integer, NamedPath, OutputPath
 
@@ -297,7 +296,6 @@ def _require_existing_paths(options: Options) -> None:
             try:
                 path.expanduser().stat()
             except (FileNotFoundError, NotADirectoryError):
-                require_no_plan(path)
                 raise absent_path(path) from None
             except OSError:  # the command explains why it cannot be read
                 continue

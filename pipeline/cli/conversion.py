@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import ResourceError, UsageError, absent_path, bad_file
+from ktconvert.layouts.errors import WORK_SUFFIX, ResourceError, UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
@@ -29,7 +29,7 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.loop import Interrupted
-from ktconvert.pipeline.engine.paths import WORK_SUFFIX, locate, require_no_work_directory
+from ktconvert.pipeline.engine.paths import locate, require_no_work_directory
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,

@@ -131,11 +131,12 @@ def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     is_readable = document["units"] is not None
     total = f" of {document['units']}" if is_readable else ""
     remaining = f", {size(document['bytes_left'])} left to read" if document.get("bytes_left") else ""
+    options = ", ".join(f"{name} {value}" for name, value in document["settings"].items() if value not in (None, False))
     return [
         ("unfinished", document["path"]),
         ("work directory", document["work_directory"]),
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
-        ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
+        *([("options", options)] if options else []),
         ("units", f"{document['units_done']}{total} finished{remaining}"),
         *([("last run", f"stopped in {join_values(document['died_in'])}")] if document["died_in"] else []),
         *([] if is_readable else [("source", document["source_problem"])]),

@@ -9,12 +9,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.errors import OutputError, VerificationError, bad_file
+from ktconvert.layouts.errors import PLAN, WORK_FOLDER, WORK_SUFFIX, OutputError, bad_file
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.native_quant import machine
 
-WORK_SUFFIX = ".work"  # suffix of a work directory beside an output
 FOLDERS = {"partial", "attempts", "store", "out", "old"}  # folders in a work directory; all other entries are files
 PRIVATE = 0o700  # mode of a work directory
 ELSEWHERE = "choose a different --output"
@@ -44,7 +42,7 @@ class Paths:
     root: Path
     inside: bool
 
-    plan = Below("plan.json")  # options and identity of the input, complete
+    plan = Below(PLAN)  # options and identity of the input, complete
     journal = Below("journal.jsonl")  # one line per event
     partial = Below("partial")  # unfinished files; emptied at every start, except for attempts that may be adopted
     attempts = Below("attempts")  # one record per attempt at a unit in another process (attempts.py)
@@ -81,17 +79,10 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     return outside
 
 
-def require_no_plan(path: Path) -> None:
-    """Raise VerificationError for an output that is not finished: a folder to read must be complete."""
-    paths = locate(path)
-    if paths.plan.exists() and (paths.inside or not path.exists()):
-        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
-
-
 def find_output(root: Path) -> Path | None:
     """Return the output that has this work directory beside it, or None if the folder is no work directory."""
     name = root.name.removesuffix(WORK_SUFFIX)
-    return root.with_name(name) if name not in ("", root.name) and (root / "plan.json").exists() else None
+    return root.with_name(name) if name not in ("", root.name) and (root / PLAN).exists() else None
 
 
 def require_no_work_directory(path: Path) -> None:

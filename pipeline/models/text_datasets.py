@@ -27,8 +27,7 @@ from ktconvert.layouts.errors import (
     KTConvertError,
     ResourceError,
     UnreachableError,
-    absent_path,
-    read_dangling_link,
+    explain_absence,
 )
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
@@ -243,8 +242,8 @@ def local_files(dataset: str) -> list[Path]:
     except (OSError, ValueError):  # a name that is too long or impossible
         exists = False
     if not exists:
-        if read_dangling_link(path) is not None:
-            raise absent_path(dataset)
+        if (error := explain_absence(path)) is not None:
+            raise error
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         remedy = f"set --dataset to a file or folder ({SUFFIXES}), or a hub id such as org/name"

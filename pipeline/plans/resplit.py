@@ -143,15 +143,12 @@ def plan_resplit(options: ResplitOptions) -> Plan:
 
 
 def _open_output(root: Path) -> tuple[Output, Measure, Format]:
-    """Return the output, its sizes and its format. Raises InputError or UnsupportedError if it cannot be rewritten."""
+    """Return the output, its sizes and its format. Raises KTConvertError if it cannot be rewritten."""
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.tensor_checks import check_structure
 
-    try:
-        require_finished(root)
-        output = open_output(root)
-    except VerificationError as error:
-        raise InputError(str(error)) from error
+    require_finished(root)
+    output = open_output(root)
     measured = measure_output(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     fmt = measured.fmt

@@ -36,6 +36,7 @@ def shorten_paths(text: str) -> str:
     if here == "/" or here not in text:
         return text
     path = rf"(?<![\w./-]){re.escape(here)}"
+    text = re.sub(rf"{path}/(?=[\w.-]+\[)", "./", text)  # a folder with an extra; pip looks up names without slashes
     return re.sub(rf"{path}(?![\w./-])", ".", re.sub(rf"{path}/(?=[\w.])", "", text))
 
 

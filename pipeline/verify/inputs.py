@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ALL, ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path
+from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path, explain_unfinished
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
@@ -30,7 +30,7 @@ from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.paths import find_output, locate, require_no_plan
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
@@ -151,10 +151,8 @@ def _open_source(options: VerifyOptions, stream: Path | None) -> TensorSource:
 
 def require_finished(path: Path) -> None:
     """Raise VerificationError for a conversion that is not finished, InputError if the path does not exist."""
-    require_no_plan(path)
-    if (output := find_output(path)) is not None:
-        problem = "is the work directory of an unfinished conversion"
-        raise VerificationError(f"{path}: {problem}; run `ktconvert resume {output}`.")
+    if (error := explain_unfinished(path)) is not None:
+        raise error
     if not path.exists():
         raise absent_path(path, "give the directory of an output")
 

@@ -40,7 +40,7 @@ MAX_METADATA = 16  # entries, the limit of OpenAI's API
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
 # Messages for pydantic's types of errors; other types keep pydantic's message.
-MESSAGES = {UNKNOWN: "is not a parameter of this server", "missing": "is missing"}
+MESSAGES = {UNKNOWN: "is not a parameter here", "missing": "is missing"}
 MESSAGES |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
 MESSAGES |= {"list_type": "has to be a list", "string_type": "has to be a string"}
 
@@ -367,6 +367,32 @@ class LoadModel(Strict):
     model: str
 
 
+# Request of each path.
+REQUESTS: dict[str, type[CommonRequest]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": Completion,
+    "/v1/responses": Responses,
+}
+# Parameters that say the same on different paths.
+SAME_MEANING = (
+    ("messages", "prompt", "input"),
+    ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+
+
+def find_parameter(kind: type[Any], name: str) -> str | None:
+    """Return what to use in place of a parameter of other paths, or that there is nothing; None for other names."""
+    for names in SAME_MEANING:
+        if name in (other.partition(".")[0] for other in names):
+            for other in names:
+                if other.partition(".")[0] in kind.model_fields:
+                    return f"use {other}"
+    paths = [path for path, request in REQUESTS.items() if name in request.model_fields]
+    return f"only {' and '.join(paths)} {'has' if len(paths) == 1 else 'have'} it; leave it out" if paths else None
+
+
 def parse_request(kind: type[Any], body: Any) -> Any:
     """Return the request of a JSON body; null means that a parameter is not given.
 
@@ -385,7 +411,8 @@ def parse_request(kind: type[Any], body: Any) -> Any:
     )
     if first["type"] == UNKNOWN:
         near = first["ctx"]["near"]
-        message += f"; did you mean {near[0]}?" if near else "; leave it out"
+        remedy = find_parameter(kind, first["msg"]) if len(names) == 1 else None  # not of a message or an option
+        message += f"; {remedy or (f'did you mean {near[0]}?' if near else 'leave it out')}"
     if not names:  # from a validator of several parameters, whose message begins with a name
         path, _, message = message.partition(": ")
     raise RequestError(400, f"{path}: {message}", path)
