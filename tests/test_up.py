@@ -257,10 +257,9 @@ def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
         ["launch", "ktconvert serve x"],
     ]
     (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps, "mark": MARK}))
-    conversion.check_refusal(
-        up(EXAMPLE, folder, "--prefer", "memory", "--ram", "1TB"), 7, "a different --ram, --prefer;"
-    )
-    conversion.check_refusal(up(tmp_path, folder), 7, "begun with a different MODEL")
+    changed = up(EXAMPLE, folder, "--prefer", "memory", "--ram", "1TB")
+    conversion.check_refusal(changed, 7, "was begun with no --ram, --prefer speed; give the same values")
+    conversion.check_refusal(up(tmp_path, folder), 7, f"was begun with MODEL {EXAMPLE}; give")
     conversion.check_refusal(up(EXAMPLE, folder), 7, "small-AMXINT4")
     (folder / SETUP).write_text('{"options": {}, "steps": [["launch", "rm -r x"]]}')
     conversion.check_refusal(up(EXAMPLE, folder), 7, "cannot be read (its steps are not those of this version)")

@@ -30,6 +30,7 @@ from ktconvert.pipeline.models.serving.listener import open_listener
 from ktconvert.pipeline.options.declare import option_fields, to_json_value, with_values
 from ktconvert.pipeline.options.queries import UpOptions
 from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import join_values
 
 SETUP = "up.json"
 HOST = "127.0.0.1"  # where the server listens
@@ -132,16 +133,15 @@ def _plan_setup(options: UpOptions, folder: Path) -> Setup:
 def _require_same_options(setup: Setup, folder: Path) -> None:
     """Raise OutputError, naming all, if options on the command line differ from those of the begun setup."""
     values = click.get_current_context().params
-    different = [
-        "MODEL" if field.name == "model" else field.flag
-        for field in find_given_options(UpOptions)
-        if field.name not in CALL_OPTIONS and to_json_value(values[field.name]) != setup.options.get(field.name)
-    ]
+    different = []
+    for field in find_given_options(UpOptions):
+        begun = setup.options.get(field.name)
+        if field.name not in CALL_OPTIONS and to_json_value(values[field.name]) != begun:
+            name = "MODEL" if field.name == "model" else field.flag
+            different.append(f"{name} {join_values(begun)}" if begun not in (None, False, []) else f"no {name}")
     if different:
-        names = ", ".join(different)
-        raise OutputError(
-            f"{folder}: was begun with a different {names}; give the same values, or a different --output."
-        )
+        remedy = "give the same values, or a different --output"
+        raise OutputError(f"was begun with {', '.join(different)}", remedy, path=folder)
 
 
 def _count_finished(setup: Setup, folder: Path) -> int:

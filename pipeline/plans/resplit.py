@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.arch_file import list_archs
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.encoding import error_sums
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, Format, cards, configs, mixed

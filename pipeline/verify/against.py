@@ -184,8 +184,8 @@ def _compare_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[
     if not missing:
         return problems, []
     if output.settings.get("layers", "all") != "all":
-        return problems, [f"layers {format_ranges(missing)} of the source were excluded by --layers"]
-    return [*problems, f"layers {format_ranges(missing)} of {root} are missing"], []
+        return problems, [f"--layers excluded {plural(len(missing), 'layer')} of the source: {format_ranges(missing)}"]
+    return [*problems, f"{root} has {plural(len(missing), 'more layer')}: {format_ranges(missing)}"], []
 
 
 def require_source(inputs: Inputs) -> TensorSource:
