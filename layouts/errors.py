@@ -155,8 +155,10 @@ def explain_absence(path: Path | str) -> KTConvertError | None:
 
 def explain_unfinished(path: Path) -> VerificationError | None:
     """Return the error for an output that is not finished, or its work directory; None for any other path."""
-    beside = path.name and path.with_name(path.name + WORK_SUFFIX) / PLAN
-    if (path / WORK_FOLDER / PLAN).exists() or (beside and beside.exists() and not path.exists()):
+    plans = [path / WORK_FOLDER / PLAN]
+    if path.name and not path.exists():
+        plans.append(path.with_name(path.name + WORK_SUFFIX) / PLAN)
+    if any(plan.exists() for plan in plans):
         return VerificationError("is not finished", f"run `ktconvert resume {path}`", path=path)
     output = path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name not in ("", WORK_SUFFIX) else path
     if output != path and (path / PLAN).exists():

@@ -18,6 +18,7 @@ import pytest
 from ktconvert.layouts import extras
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.pipeline.cli.up import SETUP, read_setup
+from ktconvert.pipeline.report.terminal import shorten_paths
 from rig import conversion, gguf, killpoint
 from rig.hub_server import COMMIT, Hub, serve_hub
 from rig.safetensors import read_folder
@@ -259,7 +260,7 @@ def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
     (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps, "mark": MARK}))
     changed = up(EXAMPLE, folder, "--prefer", "memory", "--ram", "1TB")
     conversion.check_refusal(changed, 7, "was begun with no --ram, --prefer speed; give the same values")
-    conversion.check_refusal(up(tmp_path, folder), 7, f"was begun with MODEL {EXAMPLE}; give")
+    conversion.check_refusal(up(tmp_path, folder), 7, f"was begun with MODEL {shorten_paths(str(EXAMPLE))}; give")
     conversion.check_refusal(up(EXAMPLE, folder), 7, "small-AMXINT4")
     (folder / SETUP).write_text('{"options": {}, "steps": [["launch", "rm -r x"]]}')
     conversion.check_refusal(up(EXAMPLE, folder), 7, "cannot be read (its steps are not those of this version)")

@@ -136,7 +136,7 @@ def require_path(name: str, value: Any) -> str:
     """Return a path as a text. Raise ArgumentError for any other value."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if path == "":
-        raise ArgumentError(f"{name} must not be empty")
+        raise ArgumentError(f"{name} must be a path, not an empty text")
     if not isinstance(path, str):
         raise ArgumentError(f"{name} must be a path, not {describe(value)}")
     return path
