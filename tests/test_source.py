@@ -391,7 +391,7 @@ LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}
 # What a file says of its header, by the words with which it is refused.
 LIES: dict[str, list[bytes]] = {
     "too short": [b"", b"\x08\0\0"],
-    "limit": [encode({}, length=1 << 63), encode({}, length=100_000_001)],
+    "no length of a header": [encode({}, length=1 << 63), encode({}, length=100_000_001)],
     "does not fit": [encode({}, length=1000)],
     "not valid JSON": [*map(encode, (b"", b"null", b"[]", b" {}", b"{]", "{}".encode("utf-16"), LONG))],
     "NaN is not JSON": [encode(b'{"a":NaN}')],
