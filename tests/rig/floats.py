@@ -165,12 +165,18 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
 
 
 def forward(
-    linear: Callable[[int, str], Any], hidden: Any, ids: Any, weights: Any, limit: float = 0.0, alpha: float = 0.0
+    linear: Callable[[int, str], Any],
+    hidden: Any,
+    ids: Any,
+    weights: Any,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    least: float = -np.inf,
 ) -> npt.NDArray[np.float64]:
-    """Return the output of experts for each token, in float64, by kt-kernel's formulas.
+    """Return the output of experts for each token, in float64.
 
     linear: returns a float64 matrix [n, k] by expert and projection; hidden: BF16 bits [m, H]; ids and weights: [m,
-    chosen experts].
+    chosen experts]; least: lower limit of the gate.
     """
     out = np.zeros(hidden.shape)
     for token, x in enumerate(from_bits(hidden)):
@@ -178,7 +184,7 @@ def forward(
             gate, up, down = (linear(int(expert), projection) for projection in ("gate", "up", "down"))
             g, u = gate @ x, up @ x
             if limit:
-                g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+                g, u = np.clip(g, least, limit), np.clip(u, -limit, limit)
             h = g / (1 + np.exp(-alpha * g)) * (u + 1) if alpha else g / (1 + np.exp(-g)) * u
             out[token] += float(weight) * (down @ h)
     return out
