@@ -227,10 +227,15 @@ def test_list_of_commands_and_menu_have_the_groups_of_the_help() -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """Return (page, line) of every line in a bash block that calls ktconvert."""
+    """Return (page, line) of every line that calls ktconvert, in bash blocks and in the help of commands.
+
+    In the help, text after the command begins after several blanks.
+    """
     texts = ((page_id(page), "\n".join(blocks(read_text(page), "bash")).replace("\\\n", " ")) for page in PAGES)
     lines = ((page, line.strip()) for page, text in texts for line in text.splitlines())
-    return [(page, line) for page, line in lines if line.startswith("ktconvert ")]
+    helped = ((f"{name} --help", command(name).epilog or "") for name in COMMANDS)
+    in_help = [(name, re.split(r" {3,}", line.strip())[0]) for name, text in helped for line in text.splitlines()]
+    return [(page, line) for page, line in [*lines, *in_help] if line.startswith("ktconvert ")]
 
 
 @pytest.mark.parametrize(("page", "line"), examples())
