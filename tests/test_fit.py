@@ -477,8 +477,10 @@ def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
         done,
         4,
         "nothing fits; the smallest form, int4 with",
-        "of RAM, and the machine has 95.4 MiB; use a larger machine",
+        "of RAM, and the machine has 95.4 MiB; use a larger machine, a shorter --context, or a smaller model",
     )
+    several = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "100MB", "--vram", "0", "--sequences", "2")
+    conversion.check_refusal(several, 4, "a shorter --context, fewer --sequences, or a smaller model")
     assert "does not fit" in done.stdout
     document = fit(tiny, *LARGE, "--ram", "100MB", "--vram", "0")
     assert document["commands"] == [] and not any(choice["fits"] for choice in document["choices"])

@@ -106,7 +106,7 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
     choices = list_choices(read.shape, target, use)
     document = _make_document(options.model, read.shape, target, use, choices)
     if choices[0].problem:
-        return Prediction(document, f"{options.model}: nothing fits; {_explain_misfit(choices)}.", read, [])
+        return Prediction(document, f"{options.model}: nothing fits; {_explain_misfit(choices, use)}.", read, [])
     if run_here:
         target = replace(target, cores=machine.physical_cores())
     steps = [*list_steps(choices[0], read.names, target, use)]
@@ -182,13 +182,14 @@ def _describe_use(options: Target, runtime: str, positions: int | None) -> Use:
     return Use(context, options.sequences, runtime, options.prefer)
 
 
-def _explain_misfit(choices: list[Choice]) -> str:
+def _explain_misfit(choices: list[Choice], use: Use) -> str:
     """Return why the smallest choice does not fit, and what to do."""
     smallest = min(choices, key=lambda choice: (bool(choice.form.refusal), choice.ram_bytes + choice.vram_bytes))
     form = f"the smallest form, {smallest.form.name} with the rest {_describe_rest(smallest.rest.name)}, "
     if smallest.form.refusal:
         return f"{form}is {smallest.problem}; give fewer NUMA nodes (--numa)"
-    return f"{form}{smallest.problem}; use a larger machine, a shorter --context, or a smaller model"
+    fewer = ", fewer --sequences" if use.sequences > 1 else ""
+    return f"{form}{smallest.problem}; use a larger machine, a shorter --context{fewer}, or a smaller model"
 
 
 def _describe_rest(name: str) -> str:
