@@ -148,6 +148,21 @@ def test_a_directory_without_weights_has_one_exit_code(words, places, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "words", ["cpu {parent} {out}", "verify {parent}", "run {model} --cpu-weights {parent} --prompt x"]
+)
+def test_a_directory_of_models_leads_to_one_of_them(words, places, tmp_path):
+    folder = tmp_path / "models--org--name" / "snapshots" / "0123"
+    shutil.copytree(places["converted"], folder)
+    for hidden in (".cache", "int8.work"):
+        (folder.parent / hidden).mkdir()
+        (folder.parent / hidden / "model.safetensors").touch()
+    for parent in (folder.parent, folder.parent.parent):
+        error = run_in_process(*words.format(**places, parent=parent).split()).exception
+        assert type(error) is InputError, error
+        assert str(error) == f"{parent}: has no .safetensors file; give a directory that has one, such as {folder}."
+
+
+@pytest.mark.parametrize(
     "words",
     [
         *(f"{name} {{file}} {{out}}" for name in ("cpu", "gpu", "calibrate", "dequantize", "fetch")),

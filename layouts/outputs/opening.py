@@ -10,14 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import (
-    PERMISSION,
-    WORK_FOLDER,
-    InputError,
-    VerificationError,
-    bad_file,
-    explain_unfinished,
-)
+from ktconvert.layouts.errors import PERMISSION, WORK_FOLDER, InputError, VerificationError, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
@@ -26,7 +19,7 @@ from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.sources.containers.safetensors import INDEX, read_header, read_index
-from ktconvert.layouts.sources.source import read_config, read_headers
+from ktconvert.layouts.sources.source import explain_lack_of_weights, read_config, read_headers
 from ktconvert.layouts.statistics.folder import DOCUMENT
 from ktconvert.layouts.tensors import TensorInfo
 
@@ -144,9 +137,9 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             raise bad_file(root, "is a file, not an output", f"give the directory {root.parent}" if is_part else remedy)
         if is_adapter(root):
             raise bad_file(root, "is a LoRA adapter, not an output", remedy)
-        has_shards = next(root.glob("*.safetensors"), None) is not None
-        problem = "is a checkpoint, not an output" if has_shards else "has no .safetensors file"
-        raise explain_unfinished(root) or bad_file(root, problem, remedy)
+        if next(root.glob("*.safetensors"), None) is None:
+            raise explain_lack_of_weights(root, remedy)
+        raise bad_file(root, "is a checkpoint, not an output", remedy)
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.errors import (
+    WORK_SUFFIX,
     InputError,
+    KTConvertError,
     UnsupportedError,
     UsageError,
     bad_file,
@@ -282,8 +284,20 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
         if any(f.endswith(suffix) for f in files):
             problem = f"holds PyTorch {suffix} weights only, which are not an input"
             raise UnsupportedError(f"{root}: {problem}; use the safetensors release")
-    remedy = "give the directory of a downloaded checkpoint"
-    raise explain_unfinished(root) or bad_file(root, "has no .safetensors file", remedy)
+    raise explain_lack_of_weights(root, "give the directory of a downloaded checkpoint")
+
+
+def explain_lack_of_weights(root: Path, remedy: str) -> KTConvertError:
+    """Return the error for a directory without weights; its remedy names a directory below that has some."""
+    if (error := explain_unfinished(root)) is not None:
+        return error
+    for pattern in ("*/*.safetensors", "*/*/*.safetensors"):  # also of the hub's cache: snapshots/COMMIT
+        for file in sorted(root.glob(pattern)):
+            parts = file.parent.relative_to(root).parts
+            if not any(part.startswith(".") or part.endswith(WORK_SUFFIX) for part in parts):
+                remedy = f"give a directory that has one, such as {file.parent}"
+                return bad_file(root, "has no .safetensors file", remedy)
+    return bad_file(root, "has no .safetensors file", remedy)
 
 
 def _weights_file_in_config(root: Path) -> str | None:
