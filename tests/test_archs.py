@@ -398,7 +398,17 @@ def test_records_of_functions_are_read_back() -> None:
     functions = {0: PLAIN, 1: LIMITED, 2: LIMITED, 5: SOFTCAP, 6: PLAIN}
     record = record_functions(functions)
     assert record["1-2"] == {"activation": "silu", "limit": 10.0} and read_functions(record) == functions
-    for wrong in ({"0": {"activation": "x"}}, {"a": {}}, {"0": {"limit": float("nan")}}, {"0": 1}, [], {"5-1": {}}):
+    assert read_functions(json.dumps(record)) == functions  # as in the metadata of a shard
+    texts = ("a", "1424a", '"a"', "[" * 100_000)
+    for wrong in (
+        {"0": {"activation": "x"}},
+        {"a": {}},
+        {"0": {"limit": float("nan")}},
+        {"0": 1},
+        [],
+        {"5-1": {}},
+        *texts,
+    ):
         with pytest.raises(InputError, match="the record of what experts compute cannot be read"):
             read_functions(wrong)
 

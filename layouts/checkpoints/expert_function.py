@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.files.documents import parse_json
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.containers.gguf import KEYS, PREFIX
 from ktconvert.layouts.tensors import format_ranges, name_layers
@@ -332,9 +333,14 @@ def describe_record(record: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def read_functions(record: Any) -> dict[int, ExpertFunction]:
-    """Return layer -> function of a record. Raises InputError for anything that record_functions does not write."""
+    """Return layer -> function of a record, or of its JSON text, as in the metadata of shards.
+
+    Raises InputError for anything that record_functions does not write.
+    """
     functions: dict[int, ExpertFunction] = {}
     try:
+        if isinstance(record, str):
+            record = parse_json(record.encode())
         for ranges, fields in record.items():
             function = ExpertFunction(**fields)
             if any(type(value) is not type(asdict(PLAIN)[name]) for name, value in asdict(function).items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,8 +82,8 @@ class ConvertedExperts(ExpertSource):
     @functools.cached_property
     def _functions(self) -> dict[int, ExpertFunction]:
         """The recorded functions of the layers: metadata of shards, or for loose files the manifest."""
-        records = [json.loads(shard["functions"]) for shard in self.output.metadata.values() if "functions" in shard]
-        return read_functions(next(iter(records), self.output.facts.get("functions", {})))
+        records = (shard["functions"] for shard in self.output.metadata.values() if "functions" in shard)
+        return read_functions(next(records, self.output.facts.get("functions", {})))
 
     def require_computable(self) -> None:
         fmt = self.measured.fmt
