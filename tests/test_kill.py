@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.errors import InputError
 from rig import conversion, forks, killpoint, shims
 
 INDEX = "model.safetensors.index.json"
@@ -229,9 +230,9 @@ class Matrix:
             by_name = False  # the outputs that were not begun
         begun = self.plan(output).exists()
         result = self.run(output, 0, ["resume", str(output)] if by_name else None)
-        if by_name and not begun and (result.returncode == 7 or self.case.over):
+        if by_name and not begun and (result.returncode == InputError.exit_code or self.case.over):
             # Killed before the plan was written: there is nothing to resume, or only the old output.
-            assert re.search("not an unfinished conversion|nothing to do", result.stderr), where
+            assert re.search("does not exist|not an unfinished conversion|nothing to do", result.stderr), where
             result = self.run(output, 0)
         assert result.returncode == 0, f"{where}: {result.stderr}"
 
