@@ -6,14 +6,13 @@ import copy
 from pathlib import Path
 from typing import Self
 
+from ktconvert.layouts.files.unfinished import find_output, is_unfinished
+
 # Remedies: for a damaged file; for a file that the user may not read; for missing or mismatched tensors, which may be
 # an error of the release itself.
 REMEDY = "download that file again"
 PERMISSION = "change its permissions, so that you can read it"
 INCOMPLETE = "check that the download is complete, or use another release"
-WORK_FOLDER = ".ktconvert"  # work directory of an unfinished output, in it
-WORK_SUFFIX = ".work"  # suffix of a work directory that is not in its output
-PLAN = "plan.json"  # file of a work directory
 PUBLIC_MODULE = "ktconvert.errors"  # from which users import the classes, so that tracebacks name it
 
 
@@ -155,13 +154,9 @@ def explain_absence(path: Path | str) -> KTConvertError | None:
 
 def explain_unfinished(path: Path) -> VerificationError | None:
     """Return the error for an output that is not finished, or its work directory; None for any other path."""
-    plans = [path / WORK_FOLDER / PLAN]
-    if path.name and not path.exists():
-        plans.append(path.with_name(path.name + WORK_SUFFIX) / PLAN)
-    if any(plan.exists() for plan in plans):
+    if is_unfinished(path):
         return VerificationError("is not finished", f"run `ktconvert resume {path}`", path=path)
-    output = path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name not in ("", WORK_SUFFIX) else path
-    if output != path and (path / PLAN).exists():
+    if (output := find_output(path)) is not None:
         problem = "is the work directory of an unfinished conversion"
         return VerificationError(problem, f"run `ktconvert resume {output}`", path=path)
     return None

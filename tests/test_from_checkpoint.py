@@ -335,7 +335,7 @@ def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
 def test_result_is_at_least_as_close_as_that_of_kt_kernel(tmp_path: Path, peer_python: str) -> None:
     """Covers NVFP4, which has no golden file, and other activations.
 
-    With alpha, kt-kernel's kernels for AVX2 limit the gate on both sides, but transformers does only above.
+    With alpha, kt-kernel's kernels without AMX limit the gate on both sides, but transformers only above.
     """
     runs: dict[str, Any] = {}
     cases, limited = {}, {}

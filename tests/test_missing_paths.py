@@ -97,6 +97,13 @@ def test_a_missing_path_has_one_exit_code(name, path, places, tmp_path):
     assert missing in str(error) and "does not exist" in str(error)
 
 
+@pytest.mark.parametrize(("name", "path"), [("cpu", "-i"), ("run", "--cpu-weights"), ("verify", "--against")])
+def test_a_name_too_long_for_that_of_a_work_directory_is_absent(name, path, places, tmp_path):
+    """The suffix makes it longer than file systems allow."""
+    error = run_with(name, path, str(tmp_path / ("a" * 252)), places)
+    assert type(error) is InputError and "does not exist" in str(error), error
+
+
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory, write_qwen, random_experts):
     """Return an output whose conversion stopped after layer 0, since layer 1 has a NaN."""

@@ -21,7 +21,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
-schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
+request_parsing = pytest.importorskip("ktconvert.pipeline.models.serving.request_parsing")
 server_module = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 application = pytest.importorskip("ktconvert.pipeline.models.serving.application")
 
@@ -263,13 +263,13 @@ def test_parameters_without_effect_are_accepted(server, path):
 
 def test_parsing_a_request_does_not_block_other_clients(server, monkeypatch):
     """A megabyte of short messages takes a second to check."""
-    answered, read = threading.Event(), schemas.parse_request
+    answered, read = threading.Event(), request_parsing.parse_request
 
     def wait(*request: Any) -> Any:
         assert answered.wait(60), "nothing else was answered"
         return read(*request)
 
-    monkeypatch.setattr(schemas, "parse_request", wait)
+    monkeypatch.setattr(request_parsing, "parse_request", wait)
     with ThreadPoolExecutor(1) as other:
         answer = other.submit(post, server, CHAT, chat())
         server.until(lambda: server.application.active > 0)
@@ -585,7 +585,7 @@ def test_messages_reach_the_chat_template(example, tmp_path):
             assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
 
 
-@pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
+@pytest.mark.parametrize("kind", request_parsing.REQUESTS)
 def test_the_table_in_the_docs_has_every_parameter(kind):
     page = (Path(__file__).parents[1] / "docs/reference/server.md").read_text()
     table = page.partition("## Parameters\n")[2].partition("\n## ")[0]

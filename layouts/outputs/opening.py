@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ktconvert.layouts.checkpoints.adapter import is_adapter
-from ktconvert.layouts.errors import PERMISSION, WORK_FOLDER, InputError, VerificationError, bad_file
+from ktconvert.layouts.errors import PERMISSION, InputError, VerificationError, bad_file
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest
+from ktconvert.layouts.files.unfinished import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.errors import (
-    WORK_SUFFIX,
     InputError,
     KTConvertError,
     UnsupportedError,
@@ -24,6 +23,7 @@ from ktconvert.layouts.errors import (
 )
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.layouts.files.unfinished import WORK_SUFFIX
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.companions import companion_files
@@ -288,7 +288,10 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
 
 
 def explain_lack_of_weights(root: Path, remedy: str) -> KTConvertError:
-    """Return the error for a directory without weights; its remedy names a directory below that has some."""
+    """Return the error for a directory without weights, which may be unfinished.
+
+    If a directory in it has some, the remedy names that one instead of the given `remedy`.
+    """
     if (error := explain_unfinished(root)) is not None:
         return error
     for pattern in ("*/*.safetensors", "*/*/*.safetensors"):  # also of the hub's cache: snapshots/COMMIT

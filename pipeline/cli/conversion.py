@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import WORK_SUFFIX, ResourceError, UsageError, absent_path, bad_file
+from ktconvert.layouts.errors import ResourceError, UsageError, absent_path, bad_file
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.unfinished import WORK_SUFFIX
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options

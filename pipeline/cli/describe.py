@@ -20,6 +20,7 @@ from ktconvert.layouts.checkpoints.recognition import FETCH, recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError, bad_file
 from ktconvert.layouts.files.manifest import is_written_by
+from ktconvert.layouts.files.unfinished import find_output
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
@@ -33,7 +34,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.pipeline.cli.status import RUNNING, read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import find_unit_states, read_plan
-from ktconvert.pipeline.engine.paths import Paths, find_output, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options

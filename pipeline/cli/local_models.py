@@ -14,6 +14,7 @@ from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.unfinished import find_output
 from ktconvert.layouts.outputs import formats_by_option, mixed
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import CALIBRATE, is_output, is_statistics, open_output
@@ -26,7 +27,7 @@ from ktconvert.layouts.sources.source import PYTORCH, open_checkpoint, read_conf
 from ktconvert.layouts.statistics.folder import COUNTS, read_counts
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine.existing import read_plan
-from ktconvert.pipeline.engine.paths import find_output, locate
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import CONFIG, SavedPlan
 from ktconvert.pipeline.report.text import plural, summarize
 

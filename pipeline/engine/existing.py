@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ktconvert.layouts.errors import WORK_FOLDER, InputError, OutputError, UsageError, VerificationError
+from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest, publish
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import Manifest, SourceFile
+from ktconvert.layouts.files.unfinished import WORK_FOLDER
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.comparisons import compare_files, describe_different_settings, find_newer_file

@@ -9,8 +9,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.errors import PLAN, WORK_FOLDER, WORK_SUFFIX, OutputError, bad_file
+from ktconvert.layouts.errors import OutputError, bad_file
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.unfinished import PLAN, WORK_FOLDER, WORK_SUFFIX, find_output
 from ktconvert.native_quant import machine
 
 FOLDERS = {"partial", "attempts", "store", "out", "old"}  # folders in a work directory; all other entries are files
@@ -77,12 +78,6 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
         return inside
     return outside
-
-
-def find_output(root: Path) -> Path | None:
-    """Return the output that has this work directory beside it, or None if the folder is no work directory."""
-    name = root.name.removesuffix(WORK_SUFFIX)
-    return root.with_name(name) if name not in ("", root.name) and (root / PLAN).exists() else None
 
 
 def require_no_work_directory(path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ktconvert.layouts.errors import WORK_FOLDER, InputError, UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import SourceFile
+from ktconvert.layouts.files.unfinished import WORK_FOLDER
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.download import Download
 from ktconvert.pipeline.engine.paths import Paths, locate

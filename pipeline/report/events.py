@@ -129,10 +129,10 @@ class FinishedEvent(BaseEvent, tag="finished"):
     """The output is complete."""
 
     output: Output
-    bytes: Annotated[int | None, Meta(description="size of the weights")] = None
-    seconds: Annotated[float | None, Meta(description="duration of this run")] = None
-    peak_rss: Annotated[int | None, Meta(description="largest resident memory of this process")] = None
-    nothing_to_do: Annotated[bool, Meta(description="true if the output was complete before")] = False
+    bytes: Annotated[int | None, Meta(description="size of the weights; absent with `nothing_to_do`")] = None
+    seconds: Annotated[float | None, Meta(description="duration of this run; absent with `nothing_to_do`")] = None
+    peak_rss: Annotated[int | None, Meta(description="peak memory of this process; absent with `nothing_to_do`")] = None
+    nothing_to_do: Annotated[bool, Meta(description="true if the output was complete before; otherwise absent")] = False
 
 
 class ErrorEvent(BaseEvent, tag="error"):

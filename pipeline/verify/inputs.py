@@ -15,6 +15,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError, absent_path, explain_unfinished
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.unfinished import is_unfinished
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import (
@@ -30,7 +31,6 @@ from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
@@ -106,7 +106,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
         return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))
     path = Path(options.against).expanduser()
     is_source = not output.is_whole_model and is_whole_model(path)  # `cpu` accepts an output of `gpu`
-    if (is_output(path) or locate(path).plan.exists()) and not is_source:
+    if (is_output(path) or is_unfinished(path)) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
     require_checkpoint(path, GIVE_MODEL)
     row = options.arch_row or output.settings.get("arch_row")

@@ -29,7 +29,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.models.generating import Speed
-from ktconvert.pipeline.models.serving import answers, completions, metrics, pages, schemas
+from ktconvert.pipeline.models.serving import answers, completions, metrics, pages, request_parsing, schemas
 from ktconvert.pipeline.models.serving.authentication import RequestError, require_api_key, shutdown_error
 from ktconvert.pipeline.models.serving.call import EVENT_STREAM, Call
 from ktconvert.pipeline.models.serving.constraints import Constraint, Constraints
@@ -57,12 +57,12 @@ KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
 }
 PUBLIC = {"/", "/docs", "/health"}  # paths that need no key
 PATHS = (
-    PathDescription("POST", "/v1/chat/completions", "The next message of a chat.", schemas.Chat, pages.CHAT_EXAMPLE),
+    PathDescription("POST", schemas.Chat.path, "The next message of a chat.", schemas.Chat, pages.CHAT_EXAMPLE),
     PathDescription(
-        "POST", "/v1/completions", "The continuation of a text.", schemas.Completion, {"prompt": "import os"}
+        "POST", schemas.Completion.path, "The continuation of a text.", schemas.Completion, {"prompt": "import os"}
     ),
     PathDescription(
-        "POST", "/v1/responses", "A chat in the format of Responses.", schemas.Responses, {"input": "Hello!"}
+        "POST", schemas.Responses.path, "A chat in the format of Responses.", schemas.Responses, {"input": "Hello!"}
     ),
     PathDescription("GET", "/v1/models", "The model and its adapters; /v1/models/NAME describes one of them."),
     PathDescription(
@@ -106,9 +106,9 @@ class Application:
             "/health": lambda call: call.respond(200, {"status": "ok"}),
             "/metrics": lambda call: call.respond_with(self.metrics.format(), metrics.CONTENT_TYPE),
             "/v1/models": self._list_models,
-            "/v1/chat/completions": self._create_chat_completion,
-            "/v1/completions": self._create_completion,
-            "/v1/responses": self._create_response,
+            schemas.Chat.path: self._create_chat_completion,
+            schemas.Completion.path: self._create_completion,
+            schemas.Responses.path: self._create_response,
             "/load_model": self._load_model,
         }
         self.routes = {path.path: (path, respond[path.path]) for path in PATHS}
@@ -338,7 +338,7 @@ def _parse_body(kind: type[Any], data: bytes) -> Any:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
-    return schemas.parse_request(kind, body)
+    return request_parsing.parse_request(kind, body)
 
 
 def _dump(items: Iterable[BaseModel]) -> list[dict[str, Any]]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import re
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ktconvert.pipeline.models.serving.authentication import RequestError
 from ktconvert.pipeline.models.serving.messages import (
     FAIL_FAST,
-    UNKNOWN,
     FlatTool,
     Function,
     Item,
@@ -39,10 +37,6 @@ MAX_LOGPROBS = 20  # likeliest tokens at a position
 MAX_METADATA = 16  # entries, the limit of OpenAI's API
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
-# Messages for pydantic's types of errors; other types keep pydantic's message.
-MESSAGES = {UNKNOWN: "is not a parameter here", "missing": "is missing"}
-MESSAGES |= dict.fromkeys(("dict_type", "model_type"), "has to be an object")
-MESSAGES |= {"list_type": "has to be a list", "string_type": "has to be a string"}
 
 
 def is_token_ids(value: Any) -> bool:
@@ -161,6 +155,8 @@ class Defaults(Strict):
 class CommonRequest(Defaults):
     """Parameters of all three endpoints."""
 
+    path: ClassVar[str]
+
     model: str | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -260,6 +256,8 @@ class WithTools(Strict):
 class Chat(TextRequest, WithTools, WithReasoning):
     """A request to /v1/chat/completions."""
 
+    path: ClassVar[str] = "/v1/chat/completions"
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FAIL_FAST] | None = None
@@ -296,6 +294,8 @@ class Chat(TextRequest, WithTools, WithReasoning):
 class Completion(TextRequest):
     """A request to /v1/completions."""
 
+    path: ClassVar[str] = "/v1/completions"
+
     prompt: Annotated[list[Any], BeforeValidator(as_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
@@ -326,6 +326,8 @@ class TextOptions(Strict):
 
 class Responses(CommonRequest, WithTools, WithReasoning):
     """A request to /v1/responses."""
+
+    path: ClassVar[str] = "/v1/responses"
 
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(as_items)]
     instructions: str | None = None
@@ -365,54 +367,3 @@ class LoadModel(Strict):
     """A request to /load_model, with which `transformers chat` begins."""
 
     model: str
-
-
-# Request of each path.
-REQUESTS: dict[str, type[CommonRequest]] = {
-    "/v1/chat/completions": Chat,
-    "/v1/completions": Completion,
-    "/v1/responses": Responses,
-}
-# Parameters that say the same on different paths.
-SAME_MEANING = (
-    ("messages", "prompt", "input"),
-    ("max_tokens", "max_completion_tokens", "max_output_tokens"),
-    ("response_format", "text.format"),
-    ("reasoning_effort", "reasoning.effort"),
-)
-
-
-def find_parameter(kind: type[Any], name: str) -> str | None:
-    """Return what to use in place of a parameter of other paths, or that there is nothing; None for other names."""
-    for names in SAME_MEANING:
-        if name in (other.partition(".")[0] for other in names):
-            for other in names:
-                if other.partition(".")[0] in kind.model_fields:
-                    return f"use {other}"
-    paths = [path for path, request in REQUESTS.items() if name in request.model_fields]
-    return f"only {' and '.join(paths)} {'has' if len(paths) == 1 else 'have'} it; leave it out" if paths else None
-
-
-def parse_request(kind: type[Any], body: Any) -> Any:
-    """Return the request of a JSON body; null means that a parameter is not given.
-
-    Raises RequestError with 400 and the parameter's name.
-    """
-    if not isinstance(body, dict):
-        raise RequestError(400, "the body has to be a JSON object")
-    try:
-        return kind.model_validate({name: value for name, value in body.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    names = [*first["loc"], *([first["msg"]] if first["type"] == UNKNOWN else [])]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
-    message = MESSAGES.get(first["type"]) or re.sub(r"^\w+ should", "has to", first["msg"]).replace(
-        " after validation", ""
-    )
-    if first["type"] == UNKNOWN:
-        near = first["ctx"]["near"]
-        remedy = find_parameter(kind, first["msg"]) if len(names) == 1 else None  # not of a message or an option
-        message += f"; {remedy or (f'did you mean {near[0]}?' if near else 'leave it out')}"
-    if not names:  # from a validator of several parameters, whose message begins with a name
-        path, _, message = message.partition(": ")
-    raise RequestError(400, f"{path}: {message}", path)
