@@ -26,7 +26,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
 from rig.conversion import run_in_process
-from rig.safetensors import write_file
+from rig.safetensors import write_file, write_shards
 
 ROWS = {arch.name: arch for arch in ARCHS}
 GEMMA = "Gemma-4 26B-A4B"
@@ -138,8 +138,7 @@ class Model:
         """Write two shards whose tensors alternate, so that a weight and its scale are in different files."""
         root.mkdir(parents=True, exist_ok=True)
         tensors = [*self.experts.items(), *self.non_experts.items()]
-        for half in range(2):
-            write_file(root / f"model-{half + 1:05d}-of-00002.safetensors", dict(tensors[half::2]))
+        write_shards(root, [dict(tensors[half::2]) for half in range(2)])
         (root / "config.json").write_text(json.dumps(self.config))
         return root
 

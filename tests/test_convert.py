@@ -74,12 +74,21 @@ def test_output_does_not_depend_on_threads_kernels_or_paths(
     assert not (tmp_path / "no").exists()
 
 
-def test_warns_of_more_experts_per_token_than_experts(tmp_path: Path, cli: Any, example: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ({"num_experts_per_tok": 99}, "warning: config.json: num_experts_per_tok is 99, but a layer has"),
+        ({"num_hidden_layers": 1}, "warning: The experts of the MTP layers (layer 1) are left out: "),
+    ],
+)
+def test_warns_of_numbers_in_the_config(
+    changed: dict[str, int], warning: str, tmp_path: Path, cli: Any, example: Path
+) -> None:
     copy = shutil.copytree(example, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 99}))
+    (copy / "config.json").write_text(json.dumps({**config, **changed}))
     messages = " ".join(cli("cpu", "-i", copy, "-o", tmp_path / "out", "--dry-run", "-q").stderr.split())
-    assert "warning: config.json: num_experts_per_tok is 99, but a layer has" in messages
+    assert messages.count(warning) == 1
 
 
 @settings(max_examples=25, deadline=None)

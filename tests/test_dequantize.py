@@ -17,7 +17,7 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
 from rig.conversion import KTCONVERT, flip_bit, tree
-from rig.safetensors import Tensor, Tensors, edit_header, header_of, read_file, read_folder, write_file
+from rig.safetensors import Tensor, Tensors, edit_header, header_of, read_file, read_folder, write_file, write_shards
 
 H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
 
@@ -79,13 +79,7 @@ def checkpoint(folder: Path, kind: str, **config: Any) -> Model:
         stored |= {f"{stem}{end}": tensor for end, tensor in tensors.items()}
         stored[f"{stem}.input_scale"] = ("F32", np.ones((), np.float32))
         release[f"{stem}.weight"] = ("BF16", bits)
-    halves = list(stored)[::2], list(stored)[1::2]
-    weight_map = {}
-    for number, names in enumerate(halves, 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        write_file(folder / file, {name: stored[name] for name in names})
-        weight_map |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_shards(folder, [dict([*stored.items()][half::2]) for half in range(2)])
     document = {**CONFIG, "quantization_config": encoding.config or {"quant_method": "fp8"}, **config}
     (folder / "config.json").write_text(json.dumps(document))
     (folder / "hf_quant_config.json").write_text("{}")

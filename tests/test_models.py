@@ -119,6 +119,8 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
     (folder / "config" / "config.json").write_bytes(b"\xff{")
     (folder / "index" / "model.safetensors.index.json").write_text('{"weight_map": [[[')
     (folder / "index" / WEIGHTS).unlink()
+    copy_files(example, folder / "no index")
+    (folder / "no index" / WEIGHTS).rename(folder / "no index" / "model-00001-of-00001.safetensors")
     (folder / "manifest" / "manifest.json").write_text("{")
     shard = next((folder / "lost").glob("*.safetensors"))
     shard.unlink()
@@ -140,8 +142,9 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, models: Any, example:
         "org/tiny": "incomplete",
         "a\nname": "incomplete",
         **dict.fromkeys(("cut", "config", "index", "manifest", "short", "edited", "plan", "gguf/cut.gguf"), "damaged"),
-        "lost": "incomplete",
+        **dict.fromkeys(("lost", "no index"), "incomplete"),
     }
+    assert states["no index"][3] == "1 file missing: model.safetensors.index.json"
     assert states["org/tiny"][3] == f"1 file missing: {WEIGHTS}"
     assert states["lost"][3] == f"1 file missing: {shard.name}"
     assert states["edited"][3].startswith("manifest.json ") and states["short"][3].startswith(shard.name)

@@ -55,6 +55,17 @@ def count_tokens(example: Path, text: str) -> int:
     return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
 
 
+@pytest.mark.parametrize("has_cpu_weights", [False, True])
+def test_shards_without_an_index_are_named(has_cpu_weights, example, weights, tmp_path):
+    root = tmp_path / "model"
+    shutil.copytree(example, root)
+    (root / "model.safetensors").rename(root / "model-00001-of-00001.safetensors")
+    options = ["--cpu-weights", weights] if has_cpu_weights else []
+    error = call(root, "--prompt", "def ", *options).exception
+    assert isinstance(error, InputError)
+    assert str(error).startswith(f"{root}: model.safetensors.index.json is missing, by which transformers finds")
+
+
 def test_run_continues_a_prompt(cli, example, weights):
     """The bundled model generates the same text with INT8 experts, in a separate process, as with its own experts.
 

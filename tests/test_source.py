@@ -53,6 +53,14 @@ def edit_index(root: Path, **changed: str | None) -> None:
     (root / INDEX).write_text(json.dumps(tree))
 
 
+def test_a_config_with_a_byte_order_mark_is_refused(sharded):
+    """transformers does not read it."""
+    path = sharded / "config.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    with pytest.raises(InputError, match=r"config\.json: not valid JSON \(line 1, column 1\)"):
+        open_checkpoint(sharded)
+
+
 def test_a_sharded_directory_is_opened(sharded):
     source = open_checkpoint(sharded)
     assert sorted(source.tensors) == ["a", "b", "c"]
@@ -348,11 +356,40 @@ def test_the_same_files_are_read_as_by_transformers(name, sharded):
     change(sharded)
     source = open_checkpoint(sharded)
     assert [each.name for each in source.shards] == expected
-    assert source.conflict is None
+    assert source.conflict is source.not_found is None
     assert source.notes[:1] == () if not note else source.notes[0].startswith(note)
     named = source.config.get("transformers_weights") if name == "named by config.json" else None
     theirs, _ = modeling._get_resolved_checkpoint_files(str(sharded), None, None, None, None, False, named)
     assert {Path(file).name for file in theirs} <= {*expected}
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda root: (root / INDEX).unlink(), "download it"),
+        (
+            lambda root: (only(root, "a.safetensors"), save(root / "a.safetensors", "a")),
+            f"rename a.safetensors to {SINGLE}",
+        ),
+        (
+            lambda root: (root / INDEX).rename(root / "a.safetensors.index.json"),
+            f"copy a.safetensors.index.json to {INDEX}",
+        ),
+    ],
+)
+def test_weights_that_transformers_would_not_find_are_named(sharded, change, remedy):
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    change(sharded)
+    source = open_checkpoint(sharded)
+    assert sorted(source.tensors) == ["a", "b", "c"] or remedy.startswith("rename")
+    assert source.notes[-1].startswith(f"{INDEX} is missing, by which transformers finds the weights in ")
+    with pytest.raises(
+        InputError, match=f"^{re.escape(str(sharded))}: {re.escape(INDEX)} is missing, .*; {remedy}\\.$"
+    ):
+        source.require_found()
+    with pytest.raises(OSError, match="no file named"):
+        modeling._get_resolved_checkpoint_files(str(sharded), None, None, None, None, False)
+    assert open_checkpoint(sharded / source.shards[0].name).not_found is None
 
 
 def test_weights_that_transformers_would_not_read_are_named(sharded):

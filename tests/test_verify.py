@@ -334,7 +334,9 @@ def test_foreign_files_are_reported(copy, write_safetensors):
     assert "1 extra file" in json.dumps(document) and "no extra files" not in json.dumps(document)
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
-    assert f"original/{FIRST} does not belong to the output" in require_refused(output)
+    message = require_refused(output)
+    assert f"original/{FIRST} does not belong to the output" in message
+    assert message.endswith("; move it elsewhere.")
     output = copy("int8-loose")
     stray = weight_file(output).with_name("INT8_gate_8_64Byte_scale_.kt")
     stray.write_bytes(bytes(64))

@@ -128,11 +128,13 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
         parts = ", ".join(f"{layers} ({name})" for name, layers in layers_by_stack.items())
         notes.append(f"The output numbers the layers of all stacks one after the other: {parts}.")
     of_cpu: list[str] = []
+    warnings: list[str] = []
     if mtp_names:
         mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
         text = f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them."
         if mtp and not source.container.experts_only and not cfg.find_number(source.config, MTP_LAYERS):
             text += " If the model has no such layers, correct the number of layers in config.json."
+            warnings.append(text)
         of_cpu.append(text)
     return MoeModel(
         arch=arch,
@@ -145,6 +147,7 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
         functions={layer: function for stack in stacks.values() for layer, function in stack.functions.items()},
         notes=(*notes, *of_cpu),
         common_notes=tuple(notes),
+        warnings=tuple(warnings),
         quantization=source.quantization,
         refusal=refusal,
         moe_layers=moe_layers,

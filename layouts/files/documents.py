@@ -51,9 +51,9 @@ def _make_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def parse_json(data: bytes) -> Any:
-    """Decode a JSON value. Raises ValueError for any malformed document."""
+    """Decode a JSON value in UTF-8. Raises ValueError for a malformed document, and for one with a byte order mark."""
     try:
-        return json.loads(data)
+        return json.loads(data.decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -26,12 +26,12 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.layouts.sources.containers.container import Container
+from ktconvert.layouts.sources.containers.safetensors import INDEX_SUFFIX
 
 FIRST_BYTES = 1 << 16  # of a file; longer headers are read in steps that double
 MOST_BYTES = 1 << 28  # the longest header
 REQUESTS = 8  # at a time
 SHA256 = re.compile(r"[0-9a-f]{64}")
-INDEX_SUFFIX = ".safetensors.index.json"
 CONFIGS = ("config.json", "params.json", "quantize_config.json")
 
 

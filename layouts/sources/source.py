@@ -29,7 +29,7 @@ from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.sources.containers.container import Container, Header, Selection
-from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
+from ktconvert.layouts.sources.containers.safetensors import INDEX, INDEX_SUFFIX, SINGLE, is_inside, shorten_names
 from ktconvert.layouts.sources.hub_headers import Location, find_headers
 from ktconvert.layouts.sources.remote import RemoteFiles
 from ktconvert.layouts.sources.url_headers import URL, find_url_headers
@@ -80,6 +80,7 @@ class TensorSource:
     is_single_file   whether a file was named, not a directory
     notes            sentences on files that disagree: a second set of weights, an index and headers
     conflict         error that transformers would read other weights of this directory; None if it reads the same
+    not_found        error that transformers would find no weights in this directory; None if it finds them
     companion_root   directory of config.json and the other companions: root, unless a different model's were requested
     remote           the weight files, if they are on the hub and only their headers are in root
     """
@@ -96,6 +97,7 @@ class TensorSource:
     header_config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     conflict: InputError | None = None
+    not_found: InputError | None = None
     remote: RemoteFiles | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +167,11 @@ class TensorSource:
         if self.conflict is not None:
             raise self.conflict
 
+    def require_found(self) -> None:
+        """Raise InputError if transformers, which reads these files itself, would not find the weights here."""
+        if self.not_found is not None:
+            raise self.not_found
+
     def __enter__(self) -> TensorSource:
         return self
 
@@ -206,9 +213,16 @@ def open_checkpoint(
                 copies.setdefault(info.name, [first]).append(info)
     tensors |= {name: _choose_copy(root, selection, infos) for name, infos in copies.items()}
     notes = [note for note in (selection.note, *_describe_disagreements(selection, tensors, copies)) if note]
-    conflict = None if is_single_file or container.experts_only else _find_conflict(root, selection, tensors, copies)
+    conflict, not_found = None, None
+    if not is_single_file and not container.experts_only:
+        conflict = _find_conflict(root, selection, tensors, copies)
+        not_found = (
+            None if conflict is not None or container is not SAFETENSORS else _explain_not_found(root, selection)
+        )
     if conflict is not None:
         notes.append(conflict.problem)
+    if not_found is not None:
+        notes.append(f"{not_found.problem}; `run`, `serve`, `eval` and `train` need it")
     container.check(root, selection.names, tuple(headers.values()))
     rotation.refuse_tensors(root, tensors)
     header_config = next((header.config for header in headers.values() if header.config), {})
@@ -225,7 +239,16 @@ def open_checkpoint(
     own = read_config(companion_root) or header_config
     shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
     return TensorSource(
-        root, *shown, selection.ignored, is_single_file, container, header_config, tuple(notes), conflict, remote
+        root,
+        *shown,
+        selection.ignored,
+        is_single_file,
+        container,
+        header_config,
+        tuple(notes),
+        conflict,
+        not_found,
+        remote,
     )
 
 
@@ -310,7 +333,7 @@ def _weights_file_in_config(root: Path) -> str | None:
     """
     with contextlib.suppress(InputError):
         named = read_config(root).get("transformers_weights")
-        if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json")):
+        if isinstance(named, str) and named.endswith((".safetensors", INDEX_SUFFIX)):
             return named if is_inside(named) and (root / named).is_file() else None
     return None
 
@@ -353,6 +376,20 @@ def _describe_disagreements(
 
 def _tensor_count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)}"
+
+
+def _explain_not_found(root: Path, selection: Selection) -> InputError | None:
+    """Return an error if transformers would not find the selected safetensors files, else None."""
+    if selection.decider and selection.decider in (SINGLE, INDEX, _weights_file_in_config(root)):
+        return None
+    problem = f"{INDEX} is missing, by which transformers finds the weights in {shorten_names(selection.names)}"
+    if selection.decider:
+        remedy = f"copy {selection.decider} to {INDEX}"
+    elif len(selection.names) == 1:
+        remedy = f"rename {selection.names[0]} to {SINGLE}"
+    else:
+        remedy = "download it"
+    return bad_file(root, problem, remedy)
 
 
 def _find_conflict(

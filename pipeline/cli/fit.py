@@ -101,8 +101,8 @@ def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Predi
             f"{options.model}: a GGUF has only the experts in usable form; give the model that it was made from "
             "(directory or hub id) as --config MODEL."
         )
-    if read.note:
-        Reporter().note(read.note)
+    for note in read.notes:
+        Reporter().note(note)
     choices = list_choices(read.shape, target, use)
     document = _make_document(options.model, read.shape, target, use, choices)
     if choices[0].problem:

@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.output import list_files
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.config import list_families
 from ktconvert.layouts.sources.containers.gguf import OTHER, split_names
-from ktconvert.layouts.sources.containers.safetensors import INDEX, PART, read_header, read_index
+from ktconvert.layouts.sources.containers.safetensors import INDEX, INDEX_SUFFIX, PART, SINGLE, read_header, read_index
 from ktconvert.layouts.sources.source import PYTORCH, open_checkpoint, read_config
 from ktconvert.layouts.statistics.folder import COUNTS, read_counts
 from ktconvert.pipeline.cli.status import read_status
@@ -264,6 +264,8 @@ def _find_missing(path: Path) -> set[str]:
     for (stem, total), number in parts.items():
         shards = (f"{stem}-{i:0{len(number)}}-of-{total}.safetensors" for i in range(1, int(total) + 1))
         missing.update(itertools.islice((shard for shard in shards if shard not in names), MAX_MISSING))
+    if parts and not missing and SINGLE not in names and not any(name.endswith(INDEX_SUFFIX) for name in names):
+        missing.add(INDEX)
     return missing
 
 

@@ -26,12 +26,12 @@ from ktconvert.pipeline.options.queries import FitOptions, UpOptions
 class NamedShape(NamedTuple):
     """The shape of a model, and its names in commands.
 
-    note  what the user should know about the headers; "" if nothing
+    notes  sentences on what the user should know about the files
     """
 
     shape: ModelShape
     names: Names
-    note: str
+    notes: tuple[str, ...]
 
 
 def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinned: bool) -> NamedShape:
@@ -69,7 +69,7 @@ def read_model(options: FitOptions | UpOptions, numa: int, runtime: str, *, pinn
             shape = replace(shape, window_bytes=0)  # `fetch` takes no --arch-file
         if pinned:
             names = replace(names, revision=remote.sha if isinstance(remote, hub_headers.Commit) else None)
-        return NamedShape(shape, names, note)
+        return NamedShape(shape, names, tuple(each for each in (note, *source.notes) if each))
     finally:
         gc.enable()
 

@@ -316,6 +316,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         from ktconvert.native_quant.runtime import hf_non_experts
 
         hf_non_experts.drop_quantization_config(config)
+    elif source is not None:
+        source.require_found()
     model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)

@@ -105,6 +105,7 @@ def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
     )
     wrong_number = cfg.explain_experts_per_token(source.config, model.shape(model.layers[0])[0])
     warnings = (
+        *model.warnings,
         *([f"{CONFIG}: {wrong_number}"] if wrong_number else []),
         *kt_kernel.note_on_support(facts),
         *expert_plan.notes_by_format(fmt, lambda layer_fmt: _warn_of_few_bits(model, layer_fmt, options)),
@@ -297,7 +298,7 @@ def _describe_serving(fmt: Format, facts: OutputFacts, model: MoeModel, options:
 
 
 def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
-    notes = list(model.notes)
+    notes = [note for note in model.notes if note not in model.warnings]
     skipped = [layer for layer in model.layers if layer not in layers]
     if skipped and options.kept_layers is None:
         notes.append(f"skipped because of --layers or --resume-layer: {name_layers(format_ranges(skipped))}")

@@ -18,7 +18,7 @@ from ktconvert.layouts.sources.containers.container import Header
 from ktconvert.layouts.sources.containers.safetensors import INDEX, PART
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import first_line, plural
-from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems
+from ktconvert.pipeline.verify.checks import CHUNK_BYTES, CONVERT_AGAIN, Check, CheckItems
 
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 WEIGHTS_OR_INDEX = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
@@ -31,11 +31,12 @@ def check_files(output: Output, _measure: Measure) -> Check:
     notes: list[str] = []
     extra_files = "no extra files"
     listed = {file.name for file in output.listed_files}
-    problems = list(output.damaged_files.values())
+    damages = list(output.damaged_files.values())
+    others: list[str] = []
     extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *extra} if LOOSE.search(name))
-        problems += [f"{name} is a loose weight file in an output of safetensors; move it elsewhere" for name in stale]
+        others += [f"{name} is a loose weight file in an output of safetensors" for name in stale]
         extra = [name for name in extra if name not in stale]
     if output.manifest is not None:
         foreign = [name for name in extra if WEIGHTS_OR_INDEX.search(name)]
@@ -47,11 +48,10 @@ def check_files(output: Output, _measure: Measure) -> Check:
         missing = "no manifest, as in kt-kernel's own outputs"
         notes.append(f"{missing}: only --against SOURCE can check the contents")
         foreign = _find_foreign_files(output)
-    problems += [
-        f"{name} does not belong to the output, and kt-kernel may load it; move it elsewhere" for name in foreign
-    ]
+    others += [f"{name} does not belong to the output, and kt-kernel may load it" for name in foreign]
     count = len(listed) or len(output.shards) or len(output.tensors)
-    return Check("files", f"{plural(count, 'file')}, {extra_files}", problems, notes)
+    remedy = CONVERT_AGAIN if damages else "move it elsewhere"
+    return Check("files", f"{plural(count, 'file')}, {extra_files}", [*damages, *others], notes, remedy)
 
 
 def _find_foreign_files(output: Output) -> list[str]:

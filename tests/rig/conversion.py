@@ -23,7 +23,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.report.progress import Reporter
 from rig import forks
 from rig.files import move_time
-from rig.safetensors import write_file
+from rig.safetensors import write_shards
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes 0.5 seconds, and much longer on a loaded machine
@@ -59,12 +59,7 @@ def checkpoint(
                 tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = bf16(rng, *shape)
         shards.append(tensors)
     shards.append({"model.embed_tokens.weight": bf16(rng, 64, hidden), "model.norm.weight": bf16(rng, hidden)})
-    weight_map = {}
-    for number, tensors in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / name, {key: ("BF16", data) for key, data in tensors.items()}, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_shards(folder, [{key: ("BF16", data) for key, data in each.items()} for each in shards], {"format": "pt"})
     config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"}
     config |= {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": 1}
     config |= {"hidden_size": hidden, "moe_intermediate_size": width}

@@ -6,7 +6,7 @@ The library and our own parser also read every file that is read or written here
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +125,16 @@ def write_file(
     path.write_bytes(encode(text.ljust(math.ceil(len(text) / 8) * 8), b"".join(parts)))
     require_same_reading(path)
     return path
+
+
+def write_shards(root: Path, shards: Sequence[Mapping[str, Any]], metadata: dict[str, str] | None = None) -> None:
+    """Write shards of a checkpoint, and their index."""
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(root / name, tensors, metadata)
+        weight_map |= dict.fromkeys(tensors, name)
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def edit_file(path: Path, change: Callable[[Tensors], object]) -> None:

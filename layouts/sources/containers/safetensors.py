@@ -240,7 +240,8 @@ def _short(e: BaseException) -> str:
     return str(e).splitlines()[0][:300] if str(e) else type(e).__name__
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", f"model{INDEX_SUFFIX}"
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 # Files of Grok-2 and of DeepSeek's scripts. Each contains a slice of every tensor, for one GPU.
 SLICE = re.compile(r".*-TP-\d+\.safetensors|model\d+-mp(?!1\.)\d+\.safetensors")
@@ -254,7 +255,7 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
     Raises InputError if one is missing, or several sets remain; UnsupportedError for slices of tensors.
     """
     present = [f for f in files if f.endswith(".safetensors")]
-    indexes = [f for f in files if f.endswith(".safetensors.index.json")]
+    indexes = [f for f in files if f.endswith(INDEX_SUFFIX)]
     if slices := [f for f in present if SLICE.fullmatch(f)]:
         problem = f"contains slices of tensors, one file for each GPU ({slices[0]}), which is unsupported"
         raise UnsupportedError(f"{root}: {problem}; use a release with whole tensors, or a GGUF")
@@ -288,11 +289,12 @@ def _make_selection(
     note = ""
     if ignored:
         by = f", following {decider}" if index is not None else ", as in transformers" if decider else ""
-        note = f"{_shorten_names(names)} is read{by}; {_shorten_names(ignored)} is ignored"
+        note = f"{shorten_names(names)} is read{by}; {shorten_names(ignored)} is ignored"
     return Selection(names, index, tuple(ignored), decider, note)
 
 
-def _shorten_names(names: Sequence[str]) -> str:
+def shorten_names(names: Sequence[str]) -> str:
+    """Return the first name and how many follow it."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
