@@ -17,8 +17,8 @@
  * up to four places. The next chunk is in the same panel, or the first of the next panel, of the next columns or of the
  * next call.
  *
- * An L1 of 32 KiB does not hold two chunks. There, chunks are prefetched into L2, and weights are read in the order of
- * their bytes if there are few tokens (Zen 4: 1.6 to 2.4 times as fast with one token). */
+ * An L1 of 32 KiB does not hold two chunks. There, chunks are prefetched into L2. AMD's processors read weights in the
+ * order of their bytes if there are few tokens (Zen 4: 1.6 to 2.4 times as fast with one token, Zen 5: 1.2 times). */
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
@@ -226,7 +226,7 @@ static void multiply_few(const kt_gemm *job) {
                         remaining ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
                     streams[i] = make_stream(tiles, prefetch, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernel_fn *run = kernels[kt_has_small_l1()][panels == 2 ? TWO : ONE][job->m];
+                kernel_fn *run = kernels[!kt_reads.in_turn][panels == 2 ? TWO : ONE][job->m];
                 run(streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
@@ -254,7 +254,7 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             chunk.prefetch = next + bytes * b / blocks;
             chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
-            kernel_fn *run = kernels[kt_has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from];
+            kernel_fn *run = kernels[!kt_reads.in_turn][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from];
             run(&chunk, count, a + from * columns);
         }
     }
@@ -279,11 +279,15 @@ static void multiply_many(const kt_gemm *job) {
 enum {
     PARTS = 1,                      /* parts of a tile that are read from each of two panels in turn */
     PREFETCHED = BITS == 8 ? 6 : 2, /* tokens from which on the processor's own prefetching does not suffice */
-    AHEAD = 5120,                   /* bytes between codes that are multiplied and those prefetched into L2 */
+    INTO_L2_AHEAD = 5120,           /* bytes between codes that are multiplied and those prefetched into L2 */
+    INTO_L1_AHEAD = 4608,           /* the same for L1, which is faster with any number of tokens if L1 has 48 KiB */
+    /* INT4: 6 tokens are faster in kernels of one panel then. */
+    MOST_IN_ORDER = BITS == 8 ? KT_FEW : KT_FEW - 1,
 };
 
 /* Adds the products of a tile, in the order of its bytes. a: [tokens][KT_K_BLOCK]. */
 KT_INLINE TARGET void part_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
+    const int into_l1 = kt_reads.in_turn;
 #pragma GCC unroll 1
     for (int h = 0; h < 2; h++, tile += KT_HALF_BYTES, c += KT_HALF_ROWS) {
         __m512i sum[KT_FEW];
@@ -294,7 +298,9 @@ KT_INLINE TARGET void part_few(int tokens, const uint8_t *tile, const int8_t *a,
 #pragma GCC unroll 4
             for (int q = quads; q < quads + 4; q++) {
                 __m512i bytes = _mm512_loadu_si512(tile + q * 64), codes = low_codes(bytes);
-                if (tokens >= PREFETCHED) _mm_prefetch((const char *)tile + q * 64 + AHEAD, _MM_HINT_T1);
+                if (into_l1) _mm_prefetch((const char *)tile + q * 64 + INTO_L1_AHEAD, _MM_HINT_T0);
+                else if (tokens >= PREFETCHED)
+                    _mm_prefetch((const char *)tile + q * 64 + INTO_L2_AHEAD, _MM_HINT_T1);
 #pragma GCC unroll 6
                 for (int t = 0; t < tokens; t++)
                     sum[t] = keep_order(multiply(sum[t], codes, a + t * KT_K_BLOCK + 4 * q));
@@ -316,7 +322,7 @@ KT_DEFINE_ALL_FEW(TARGET, TILE_COLUMNS)
 static kt_few_fn *const few[KT_FEW] = KT_ALL(few);
 
 static inline int is_read_in_order(const kt_gemm *job) {
-    return kt_has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1;
+    return kt_reads.in_order && job->m <= (kt_reads.in_turn ? MOST_IN_ORDER : KT_FEW) && job->tile_rows == 1;
 }
 
 static int gemm(const kt_gemm *job) {

@@ -75,7 +75,7 @@ INLINE KT_TARGET_AVX2 void block(int tokens, const kt_bf16_block *work) {
 /* One half of the rows after the other, in the order of the bytes. */
 INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work) {
     const int64_t pairs_bytes = coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
-    const int small_l1 = kt_has_small_l1();
+    const kt_reading reads = kt_reads;
     const uint8_t *codes = work->chunk;
     const float *scale = work->scale;
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS, scale += work->scale_step)
@@ -86,8 +86,8 @@ INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work
             for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = setzero_ps();
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++, codes += pairs_bytes, a += 8) {
-                if (small_l1) kt_fetch_codes(coding, codes, pairs_bytes);
-                else kt_fetch_in_turn(coding == KT_BF16_CODES, work->ahead, codes - work->chunk, pairs_bytes);
+                if (!reads.in_turn) kt_fetch_codes(coding, codes, pairs_bytes);
+                else kt_fetch_in_turn(reads.far && coding == KT_BF16_CODES, work->ahead, codes - work->chunk, pairs_bytes);
 #pragma GCC unroll 4
                 for (int g = 0; g < 4; g++) {
                     ints pairs[2];

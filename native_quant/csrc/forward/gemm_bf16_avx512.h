@@ -75,7 +75,7 @@ KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
    read at once, for more independent sums, and 2 pairs of columns, so that the sums of 6 tokens stay in registers. */
 KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
     const int is_fp8 = coding == KT_E4M3, halves = is_fp8 ? 2 : 1, count = is_fp8 ? 2 : 4;
-    const int small_l1 = kt_has_small_l1();
+    const kt_reading reads = kt_reads;
     const kt_ahead ahead = work->ahead;
     const int64_t pair_bytes = is_fp8 ? 32 : 64, half_bytes = KT_SUM_COLUMNS / 2 * pair_bytes;
     const uint8_t *codes = work->chunk;
@@ -88,8 +88,8 @@ KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
             for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = _mm512_setzero_ps();
 #pragma GCC unroll 1
             for (int64_t at = 0; at < half_bytes; at += count * pair_bytes, a += 2 * count) {
-                if (!small_l1)
-                    kt_fetch_in_turn(!is_fp8, ahead, codes - work->chunk + halves * at, halves * count * pair_bytes);
+                if (reads.in_turn)
+                    kt_fetch_in_turn(reads.far && !is_fp8, ahead, codes - work->chunk + halves * at, halves * count * pair_bytes);
 #pragma GCC unroll 2
                 for (int h = 0; h < halves; h++) {
                     const uint8_t *place = codes + h * half_bytes + at;
@@ -97,7 +97,7 @@ KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
                     if (is_fp8) fp8_to_bf16(place, pairs);
 #pragma GCC unroll 4
                     for (int g = 0; !is_fp8 && g < count; g++) pairs[g] = _mm512_loadu_si512(place + g * pair_bytes);
-                    if (small_l1) kt_fetch_codes(coding, place, count * pair_bytes);
+                    if (!reads.in_turn) kt_fetch_codes(coding, place, count * pair_bytes);
 #pragma GCC unroll 4
                     for (int g = 0; g < count; g++)
 #pragma GCC unroll 6

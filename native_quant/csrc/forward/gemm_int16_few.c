@@ -23,6 +23,7 @@ static int64_t minimum(int64_t x, int64_t y) {
 
 /* Columns of a unit: 1 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly, and 4 KiB of codes of 8 bits. */
 static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few) {
+    if (panel->bits == 8 && kt_reads.q8_in_turn) return 64; /* 2 KiB */
     return few->unit_columns[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
 }
 
@@ -41,7 +42,7 @@ static const uint8_t *get_scales(const kt_bf16_panel *panel, int64_t first) {
    only prefetches. */
 __attribute__((always_inline)) static inline void fetch_scales(const kt_bf16_gemm *job, int64_t s, int64_t first,
                                                                int64_t columns) {
-    if (s >= job->panels || kt_has_small_l1()) return;
+    if (s >= job->panels || !kt_reads.in_turn) return;
     const kt_bf16_panel *panel = &job->panel[s];
     const uint8_t *scales = get_scales(panel, first);
     const int64_t bytes = columns / KT_SUM_COLUMNS * panel->scale_bytes;

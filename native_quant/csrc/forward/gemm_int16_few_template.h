@@ -154,14 +154,15 @@ INLINE void subtract_least(int tokens, const uint8_t *scales, int row, const kt_
 
 /* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of rows, from column j of the work on. factors: of
    these columns and rows. */
-INLINE void multiply_codes(int planes, int bits, int kind, ints values, int tokens, const kt_int16_block *work,
-                           int64_t j, int row, const int8_t *factors, ints (*sum)[TOGETHER]) {
+INLINE void multiply_codes(int planes, int bits, int kind, ints values, int tokens, kt_reading reads,
+                           const kt_int16_block *work, int64_t j, int row, const int8_t *factors,
+                           ints (*sum)[TOGETHER]) {
     const int64_t half_bytes = 64 * bits, line_bytes = bits == 8 ? 32 : 64; /* a line: of the rows of a half */
     const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + row / KT_HALF_ROWS * half_bytes;
     const uint8_t *half[TOGETHER];
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-    if (bits < 8 && !kt_has_small_l1()) /* units of 8 bits are so short that two pages are read at once anyway */
-        kt_fetch_in_turn(planes * tokens < 4, work->ahead, codes - work->codes, 128 * bits / PASSES);
+    if (bits < 8 ? reads.in_turn : reads.q8_in_turn)
+        kt_fetch_in_turn(reads.far && bits < 8 && planes * tokens < 4, work->ahead, codes - work->codes, 128 * bits / PASSES);
     else
         for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)
             fetch_to_l2(codes + FEW_AHEAD(bits) + i * 64);
@@ -188,11 +189,14 @@ INLINE void add_scaled(int tokens, const kt_int16_block *work, int64_t j, int ro
 }
 
 /* Multiplies KTQ_K_COLUMNS columns of Q4_K, Q5_K or Q6_K, from column `first` of the work on. */
-INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const kt_int16_block *work, int64_t first) {
+INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, kt_reading reads,
+                               const kt_int16_block *work, int64_t first) {
     const int block_bytes = (bits == 6 ? KTQ_Q6_K_SCALE_BYTES : KTQ_K_SCALE_BYTES) * KT_PANEL_ROWS;
     const uint8_t *scales = work->scales + first / KTQ_K_COLUMNS * block_bytes;
     floats scale[KT_PANEL_ROWS / LANES];
-    for (int i = 0; i < block_bytes; i += 64) fetch_to_l2(scales + FEW_SCALES_AHEAD * block_bytes + i);
+    for (int i = 0; reads.scales_in_l1 && i < block_bytes; i += 64) fetch(scales + 2 * block_bytes + i);
+    for (int i = 0; !reads.scales_in_l1 && i < block_bytes; i += 64)
+        fetch_to_l2(scales + FEW_SCALES_AHEAD * block_bytes + i);
 #pragma GCC unroll 4
     for (int row = 0; row < KT_PANEL_ROWS; row += LANES) {
         scale[row / LANES] = load_ph_ps(scales + 2 * row);
@@ -206,7 +210,7 @@ INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const
             const int8_t *factors = (const int8_t *)scales + (2 + 2 * g) * KT_PANEL_ROWS + row; /* of Q6_K */
             floats *of_rows = scale + row / LANES, product[TOGETHER];
             ints sum[BLOCK][TOGETHER];
-            multiply_codes(planes, bits, kind, setzero_si(), tokens, work, j, row, factors, sum);
+            multiply_codes(planes, bits, kind, setzero_si(), tokens, reads, work, j, row, factors, sum);
             if (bits < 6) {
 #pragma GCC unroll 2
                 for (int x = 0; x < TOGETHER; x++) product[x] = times_bytes(of_rows[x], bytes + x * LANES);
@@ -218,15 +222,16 @@ INLINE void multiply_k_columns(int planes, int bits, int kind, int tokens, const
 
 INLINE void few_block(int planes, int bits, int kind, int tokens, const kt_int16_block *work) {
     const ints values = kind == VALUES ? load_repeated(work->values) : setzero_si();
+    const kt_reading reads = kt_reads; /* not read again after each store */
     if (has_k_scales(bits, kind))
         for (int64_t j = 0; j < work->columns; j += KTQ_K_COLUMNS)
-            multiply_k_columns(planes, bits, kind, tokens, work, j);
+            multiply_k_columns(planes, bits, kind, tokens, reads, work, j);
     else
         for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS)
             for (int row = 0; row < KT_PANEL_ROWS; row += TOGETHER * LANES) {
                 const float *scale = work->scale + j + row; /* as many scales as columns: 32 for 32 */
                 ints sum[BLOCK][TOGETHER];
-                multiply_codes(planes, bits, kind, values, tokens, work, j, row, NULL, sum);
+                multiply_codes(planes, bits, kind, values, tokens, reads, work, j, row, NULL, sum);
                 add_scaled(tokens, work, j, row, (const floats[TOGETHER]){load_ps(scale), load_ps(scale + LANES)}, sum);
             }
 }

@@ -26,9 +26,10 @@ static inline void kt_leave(kt_fp_state before) {
 static inline void kt_pause(void) {
 }
 
-/* Whether the chunks that are multiplied and prefetched do not fit into L1; nothing is prefetched here. */
-static inline int kt_has_small_l1(void) {
-    return 1;
-}
+/* How weights are read (arch/x86/cpu.h); nothing is prefetched here. */
+typedef struct {
+    int in_turn, far, q8_in_turn, scales_in_l1;
+} kt_reading;
+static const kt_reading kt_reads;
 
 #endif

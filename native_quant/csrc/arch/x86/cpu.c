@@ -81,12 +81,24 @@ unsigned kt_cpu_slow_isas(void) {
     return is_intel() ? 1u << KT_ISA_avx512bf16 : 0;
 }
 
-unsigned kt_l1_bytes;
-
-/* Caches are listed by leaf 4, on AMD by leaf 8000001Dh (AMD APM volume 3, E.4.15): type 1 is data, 0 ends the list. */
-__attribute__((constructor)) static void measure_l1(void) {
+/* Returns the bytes of a core's first-level data cache; 0 if unknown. Caches are listed by leaf 4, on AMD by leaf
+   8000001Dh (AMD APM volume 3, E.4.15): type 1 is data, 0 ends the list. */
+static unsigned measure_l1(void) {
     unsigned a, b, c, d;
     for (unsigned i = 0; __get_cpuid_count(is_intel() ? 4 : 0x8000001d, i, &a, &b, &c, &d) && a & 31; i++)
         if ((a & 31) == 1 && (a >> 5 & 7) == 1)
-            kt_l1_bytes = ((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * (c + 1);
+            return ((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * (c + 1);
+    return 0;
+}
+
+/* docs/explanation/kernels.md has the measurements. */
+static const kt_reading small_l1 = {.in_order = 1}; /* Zen 4: two chunks do not fit into 32 KiB */
+static const kt_reading of_intel = {.in_turn = 1, .far = 1}; /* Emerald Rapids */
+static const kt_reading of_amd = {.in_order = 1, .in_turn = 1, .q8_in_turn = 1, .scales_in_l1 = 1}; /* Zen 5 */
+
+kt_reading kt_reads;
+
+__attribute__((constructor)) static void choose_reading(void) {
+    const unsigned l1 = measure_l1();
+    kt_reads = l1 && l1 < 48 << 10 ? small_l1 : is_intel() ? of_intel : of_amd;
 }

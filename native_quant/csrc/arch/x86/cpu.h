@@ -29,11 +29,15 @@ static inline void kt_pause(void) {
     __builtin_ia32_pause();
 }
 
-/* Bytes of a core's first-level data cache; 0 if unknown. Set when the library is loaded. */
-extern unsigned kt_l1_bytes;
-/* Whether the chunks that are multiplied and prefetched do not fit into L1. */
-static inline int kt_has_small_l1(void) {
-    return kt_l1_bytes && kt_l1_bytes < 48 << 10;
-}
+/* How this processor reads weights fastest. Set when the library is loaded.
+     in_order   codes of INT4 and INT8 for few tokens: in the order of their bytes, without prefetching them into L1
+     in_turn    codes are prefetched into L1, lines of two panels in turn; 0: into L2, or only by the processor itself
+     far        also those behind them into L2, if products take much less time than reads
+     q8_in_turn  also those of Q8_0
+     scales_in_l1  scales of Q4_K, Q5_K and Q6_K are prefetched into L1; 0: into L2 */
+typedef struct {
+    int in_order, in_turn, far, q8_in_turn, scales_in_l1;
+} kt_reading;
+extern kt_reading kt_reads;
 
 #endif
