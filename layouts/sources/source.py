@@ -28,7 +28,14 @@ from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS, safetensors
-from ktconvert.layouts.sources.containers.container import Container, Header, Selection
+from ktconvert.layouts.sources.containers.container import (
+    HTML_MAGIC,
+    LFS_MAGIC,
+    LFS_REMEDY,
+    Container,
+    Header,
+    Selection,
+)
 from ktconvert.layouts.sources.containers.safetensors import INDEX, INDEX_SUFFIX, SINGLE, is_inside, shorten_names
 from ktconvert.layouts.sources.hub_headers import Location, find_headers
 from ktconvert.layouts.sources.remote import RemoteFiles
@@ -425,7 +432,7 @@ def read_config(root: Path) -> dict[str, Any]:
     """
     for name in ("config.json", "params.json"):
         if (root / name).exists():
-            return _parse_json(root / name)
+            return read_json_object(root / name)
     return {}
 
 
@@ -439,7 +446,7 @@ def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Q
     rotation.refuse_config(root / "config.json", config)
     if not other.exists():
         return declared
-    of_file = _parse_json(other)
+    of_file = read_json_object(other)
     rotation.refuse_config(other, {cfg.QUANTIZATIONS[0]: of_file})
     try:
         return cfg.merge_quantization_files(declared, of_file)
@@ -447,17 +454,25 @@ def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Q
         raise InputError(f"{other}: {error}; correct the one that is wrong") from None
 
 
-def _parse_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON file.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file of a checkpoint.
 
     Raises InputError if it cannot be read, is not an object, or could not be written again.
     """
     try:
-        # Infinity and NaN are let through: configurations of released models hold them.
-        tree = documents.parse_json(path.read_bytes())
-        documents.require_plain(tree)
+        data = path.read_bytes()
     except OSError as e:
         raise unreadable_file(path, e) from None
+    if data.startswith(LFS_MAGIC):
+        raise bad_file(path, "a Git LFS pointer, not the file", LFS_REMEDY)
+    if data.lstrip()[:16].lower().startswith(HTML_MAGIC):
+        raise bad_file(path, "a web page, not JSON")
+    if not data.strip():
+        raise bad_file(path, "is empty")
+    try:
+        # Infinity and NaN are let through: configurations of released models hold them.
+        tree = documents.parse_json(data)
+        documents.require_plain(tree)
     except json.JSONDecodeError as e:
         raise bad_file(path, f"not valid JSON (line {e.lineno}, column {e.colno})") from None
     except ValueError:

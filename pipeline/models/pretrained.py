@@ -21,10 +21,9 @@ import msgspec
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
 from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError
-from ktconvert.layouts.files import documents
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub
-from ktconvert.layouts.sources.source import open_checkpoint
+from ktconvert.layouts.sources.source import open_checkpoint, read_json_object
 from ktconvert.layouts.tensors import TensorInfo, format_ranges, name_layers
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line, plural
@@ -196,10 +195,9 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
 
 
 def _require_object(model: str, name: str) -> None:
-    """Raise InputError for a file of a model's directory that is JSON, but no object; transformers explains others."""
-    with suppress(OSError, ValueError):
-        if not isinstance(documents.parse_json(Path(model, name).read_bytes()), dict):
-            raise InputError("must hold a JSON object", COMPARE, path=Path(model, name))
+    """Raise InputError for a file of a model's directory that is no JSON object; transformers explains missing ones."""
+    if Path(model, name).is_file():
+        read_json_object(Path(model, name))
 
 
 def auto_class(config: Any) -> Any:
@@ -260,19 +258,25 @@ def require_chat_template(tokenizer: Any, model: str) -> None:
 
 
 def _require_safe_tokenizer(path: Path) -> None:
-    """Raise InputError for values with which the library `tokenizers` would end the process.
+    """Raise InputError for a file that is no JSON, and for values with which `tokenizers` would end the process.
 
     It allocates memory for all ids below the largest, and cuts the prefix of continuing tokens off without a check.
     """
+    if not path.is_file():
+        return
     try:
         document = msgspec.json.decode(path.read_bytes())
+    except (OSError, RecursionError, msgspec.DecodeError, ValueError):
+        read_json_object(path)
+        return
+    try:
         model = document["model"]
         vocabulary = dict(model["vocab"])
         ids = {token["content"]: token["id"] for token in document["added_tokens"]} | vocabulary
         prefix = model.get("continuing_subword_prefix") or ""
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]] if prefix else []
         wrong_merge = next((f"{a} {b}" for a, b in merges if a + b.removeprefix(prefix) not in vocabulary), None)
-    except (OSError, RecursionError, msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return  # transformers explains what it cannot read
     for token, number in ids.items():
         if type(number) is int and number >= MOST_TOKENS:

@@ -21,10 +21,12 @@ static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-/* Columns of a unit: 1 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly, and 4 KiB of codes of 8 bits. */
-static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few) {
-    if (panel->bits == 8 && kt_reads.q8_in_turn) return 64; /* 2 KiB */
-    return few->unit_columns[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
+/* Columns of a unit: 1 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly, and 4 KiB of codes of 8 bits. With
+   one token, 4 KiB of codes of 4 bits are slower. */
+static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few, int64_t tokens) {
+    static const int64_t of_long_pieces[] = {256, 128, 64};
+    const int is_long = kt_reads.long_pieces && (tokens > 1 || panel->bits == 8);
+    return (is_long ? of_long_pieces : few->unit_columns)[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
 }
 
 /* Whether blocks read the scales: those of Q4_K, Q5_K and Q6_K. */
@@ -98,7 +100,7 @@ static void convert(const kt_bf16_gemm *job, const kt_int16_few *few, int64_t fi
 static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t first,
                              int64_t columns) {
     kt_int16_block work = {.pitch = columns / KT_SUM_COLUMNS};
-    const int64_t unit = find_unit_columns(job->panel, few);
+    const int64_t unit = find_unit_columns(job->panel, few, job->m);
     for (int64_t s = 0; !blocks_read_scales(job->panel) && s < 2; s++) fetch_scales(job, s, first, columns);
     convert(job, few, first, columns, scratch->a);
     for (int64_t pair = 0; pair < job->panels; pair += 2) {
