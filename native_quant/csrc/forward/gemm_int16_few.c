@@ -24,9 +24,9 @@ static int64_t minimum(int64_t x, int64_t y) {
 /* Columns of a unit: 1 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly, and 4 KiB of codes of 8 bits. With
    one token, 4 KiB of codes of 4 bits are slower. */
 static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few, int64_t tokens) {
-    static const int64_t of_long_pieces[] = {256, 128, 64};
-    const int is_long = kt_reads.long_pieces && (tokens > 1 || panel->bits == 8);
-    return (is_long ? of_long_pieces : few->unit_columns)[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
+    static const int64_t of_long_units[] = {256, 128, 64};
+    const int is_long = kt_reads.long_units && (tokens > 1 || panel->bits == 8);
+    return (is_long ? of_long_units : few->unit_columns)[panel->bits < 6 ? 0 : panel->bits == 6 ? 1 : 2];
 }
 
 /* Whether blocks read the scales: those of Q4_K, Q5_K and Q6_K. */

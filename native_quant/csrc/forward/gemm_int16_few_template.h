@@ -161,7 +161,7 @@ INLINE void multiply_codes(int planes, int bits, int kind, ints values, int toke
     const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + row / KT_HALF_ROWS * half_bytes;
     const uint8_t *half[TOGETHER];
     const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-    if (bits < 8 ? reads.in_turn : reads.long_pieces)
+    if (bits < 8 ? reads.in_turn : reads.long_units)
         kt_fetch_in_turn(reads.far && bits < 8 && planes * tokens < 4, work->ahead, codes - work->codes, 128 * bits / PASSES);
     else
         for (int i = 0; fetches(planes, bits, kind, tokens) && i < 2 * bits / PASSES; i++)

@@ -28,7 +28,7 @@ static inline void kt_pause(void) {
 
 /* How weights are read (arch/x86/cpu.h); nothing is prefetched here. */
 typedef struct {
-    int in_turn, far, long_pieces, scales_in_l1;
+    int in_turn, far, long_units, scales_in_l1;
 } kt_reading;
 static const kt_reading kt_reads;
 

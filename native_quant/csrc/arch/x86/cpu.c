@@ -94,7 +94,7 @@ static unsigned measure_l1(void) {
 /* docs/explanation/kernels.md has the measurements. */
 static const kt_reading small_l1 = {.in_order = 1}; /* Zen 4: two chunks do not fit into 32 KiB */
 static const kt_reading of_intel = {.in_turn = 1, .far = 1}; /* Emerald Rapids */
-static const kt_reading of_amd = {.in_order = 1, .in_turn = 1, .long_pieces = 1, .scales_in_l1 = 1}; /* Zen 5 */
+static const kt_reading of_amd = {.in_order = 1, .in_turn = 1, .long_units = 1, .scales_in_l1 = 1}; /* Zen 5 */
 
 kt_reading kt_reads;
 
