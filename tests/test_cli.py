@@ -380,6 +380,7 @@ def test_wrong_words_are_explained(line: str, message: str, cli: Any) -> None:
         ("cpu MODEL OUT --s 1", r"No such option '--s'; see `ktconvert cpu --help`\.$"),  # many begin with it
         ("--vers", r"Did you mean '--version'\?$"),
         ("train MODEL OUT --random-seed 1", "Did you mean '?--seed"),
+        ("train MODEL OUT --text x", "'--text', which `ktconvert cpu` has. Did you mean '--dataset'"),
         ("train MODEL OUT --lr 1", "Did you mean '?--learning-rate"),
         ("run MODEL --dampening-frac 1", "No such option '--dampening-frac': it is one of `ktconvert cpu`, `gpu`.$"),
         (

@@ -224,6 +224,7 @@ WRONG_VALUES: list[tuple[str, str, Any, str]] = [
     ("config.json", "head_dim", 32, ""),  # found when the model is loaded, or with older transformers when it computes
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
     ("config.json", "attention_dropout", 1.5, "attention_dropout must be at least 0 and below 1, not 1.5; "),
+    ("config.json", "max_position_embeddings", 0, "max_position_embeddings must be at least 1, not 0; "),
     ("config.json", "rms_norm_eps", float("nan"), "with its settings, or with damaged weights, the model computes"),
     ("generation_config.json", "eos_token_id", "x", "eos_token_id is 'x', not the id of a token; compare it"),
     ("generation_config.json", "temperature", "hot", "temperature is 'hot', not a number from 0 to 1e+06; compare it"),

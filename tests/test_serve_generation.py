@@ -109,7 +109,8 @@ def answers(running: RunningServer, model: Path, said: str) -> list[str]:
     ask = client(running)
     chat = {"model": str(model), "messages": [{"role": "user", "content": said}], "max_tokens": ANSWER}
     whole = ask.chat.completions.create(**chat, temperature=0).choices[0].message.content
-    stream = ask.chat.completions.create(**chat, temperature=0, stream=True)
+    stream = [*ask.chat.completions.create(**chat, temperature=0, stream=True)]
+    assert all({"finish_reason", "logprobs"} <= chunk.choices[0].model_fields_set for chunk in stream)
     deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
     response = {"model": str(model), "input": said, "max_output_tokens": ANSWER, "temperature": 0}
     one = ask.responses.create(**response, stream=False).output_text

@@ -113,6 +113,7 @@ OTHER_OPTIONS = {
     "--method": "--quant-method",
     "--quant-type": "--quant-method",
     "--random-seed": "--seed",
+    "--text": "--dataset",
 }
 # Other such options -> what to do instead
 OTHER_REMEDIES = {

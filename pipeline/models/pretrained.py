@@ -174,8 +174,8 @@ def disable_other_outputs(config: Any) -> None:
 def require_plausible(config: Any, model: str, revision: str | None = None) -> None:
     """Raise InputError for a config whose numbers cannot be right.
 
-    That is more experts per token than the model has, a dropout that is no fraction, or sizes with which building the
-    model would take forever.
+    That is more experts per token than the model has, a dropout that is no fraction, a context without tokens, or sizes
+    with which building the model would take forever.
     """
     text_config = config.get_text_config(decoder=True).to_dict()
     config_path = _locate(model, CONFIG)
@@ -185,6 +185,9 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     dropout = text_config.get("attention_dropout")
     if isinstance(dropout, (int, float)) and not 0 <= dropout < 1:
         raise InputError(f"{config_path}: attention_dropout must be at least 0 and below 1, not {dropout}; {COMPARE}")
+    context = cfg.find_number(text_config, (cfg.CONTEXT_LENGTH,))
+    if context is not None and context[1] < 1:
+        raise InputError(f"{config_path}: {cfg.CONTEXT_LENGTH} must be at least 1, not {context[1]}; {COMPARE}")
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
     if root is not None and (large := cfg.find_large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}

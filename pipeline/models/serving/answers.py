@@ -44,6 +44,7 @@ def convert_event(content: Any, options: RequestOptions, number: int) -> Any:
         content["item"]["status"] = "incomplete"
     for choice in content.get("choices", ()):
         choice["index"] = number
+        choice |= {"finish_reason": choice.get("finish_reason"), "logprobs": choice.get("logprobs")}
         if choice.get("finish_reason"):
             set_finish_reason(content, options.truncated)
         delta = choice.get("delta", {})
