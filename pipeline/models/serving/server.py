@@ -48,6 +48,7 @@ LOGGING: dict[str, Any] = {
     "loggers": {
         "uvicorn": {"handlers": ["stderr"], "propagate": False},
         "transformers.cli.serving": {"level": "ERROR"},  # its handlers warn of every request
+        "asyncio": {"level": "ERROR"},  # it warns of clients that leave during an answer
     },
 }
 
