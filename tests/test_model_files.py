@@ -265,16 +265,21 @@ def test_values_with_which_a_tokenizer_would_abort_are_reported(
         raise error
 
 
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+
+
 @pytest.mark.parametrize(
-    ("contents", "problem"),
-    [("[]", "must hold a JSON object"), ("", "is empty"), ("\n<!DOCTYPE html><html>", "a web page, not JSON")],
+    ("name", "contents", "problem"),
+    [
+        *((name, "[]", "must hold a JSON object") for name in CONFIGS),
+        *((name, "", "is empty") for name in (*CONFIGS, "tokenizer.json")),
+        *((name, "\n<!DOCTYPE html><html>", "a web page, not JSON") for name in (*CONFIGS, "tokenizer.json")),
+    ],
 )
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
 def test_a_file_without_an_object_is_named(name, contents, problem, model, packed_example, text):
     (model / name).write_text(contents)
     error = conversion.run_in_process(*commands(model, packed_example("int8"), text, model.parent)["run"]).exception
-    if (name, contents) != ("tokenizer.json", "[]"):  # transformers explains this one
-        assert str(error) == f"{model / name}: {problem}; download that file again."
+    assert str(error) == f"{model / name}: {problem}; download that file again."
 
 
 def test_layers_that_are_not_computed_are_reported(model, example, recwarn):

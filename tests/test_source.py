@@ -381,7 +381,6 @@ def test_weights_that_transformers_would_not_find_are_named(sharded, change, rem
     modeling = pytest.importorskip("transformers.modeling_utils")
     change(sharded)
     source = open_checkpoint(sharded)
-    assert sorted(source.tensors) == ["a", "b", "c"] or remedy.startswith("rename")
     assert source.notes[-1].startswith(f"{INDEX} is missing, by which transformers finds the weights in ")
     with pytest.raises(
         InputError, match=f"^{re.escape(str(sharded))}: {re.escape(INDEX)} is missing, .*; {remedy}\\.$"

@@ -54,7 +54,7 @@ class MoeModel:
     functions    layer -> what its experts compute
     notes        sentences for the plan of an output for the CPU
     common_notes  those of them that hold for any output
-    warnings      those of them that say what may be wrong in the files
+    warnings     further ones, on what may be wrong in the files
     refusal      why no output can hold these experts; None if one can
     stacks       name of a stack -> its layers, as in "1, 3"; {} if the family has only one stack
     equalized    layers whose experts are read equalized (see `equalize`)

@@ -133,9 +133,9 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, exper
         mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
         text = f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them."
         if mtp and not source.container.experts_only and not cfg.find_number(source.config, MTP_LAYERS):
-            text += " If the model has no such layers, correct the number of layers in config.json."
-            warnings.append(text)
-        of_cpu.append(text)
+            warnings.append(f"{text} If the model has no such layers, correct the number of layers in config.json.")
+        else:
+            of_cpu.append(text)
     return MoeModel(
         arch=arch,
         source=source,

@@ -28,14 +28,7 @@ from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS, safetensors
-from ktconvert.layouts.sources.containers.container import (
-    HTML_MAGIC,
-    LFS_MAGIC,
-    LFS_REMEDY,
-    Container,
-    Header,
-    Selection,
-)
+from ktconvert.layouts.sources.containers.container import Container, Header, Selection, refuse_substitute
 from ktconvert.layouts.sources.containers.safetensors import INDEX, INDEX_SUFFIX, SINGLE, is_inside, shorten_names
 from ktconvert.layouts.sources.hub_headers import Location, find_headers
 from ktconvert.layouts.sources.remote import RemoteFiles
@@ -222,10 +215,7 @@ def open_checkpoint(
     notes = [note for note in (selection.note, *_describe_disagreements(selection, tensors, copies)) if note]
     conflict, not_found = None, None
     if not is_single_file and not container.experts_only:
-        conflict = _find_conflict(root, selection, tensors, copies)
-        not_found = (
-            None if conflict is not None or container is not SAFETENSORS else _explain_not_found(root, selection)
-        )
+        conflict, not_found = _compare_with_transformers(root, selection, tensors, copies)
     if conflict is not None:
         notes.append(conflict.problem)
     if not_found is not None:
@@ -385,10 +375,22 @@ def _tensor_count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
-def _explain_not_found(root: Path, selection: Selection) -> InputError | None:
-    """Return an error if transformers would not find the selected safetensors files, else None."""
-    if selection.decider and selection.decider in (SINGLE, INDEX, _weights_file_in_config(root)):
-        return None
+def _compare_with_transformers(
+    root: Path, selection: Selection, tensors: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[TensorInfo]]
+) -> tuple[InputError | None, InputError | None]:
+    """Return `conflict` and `not_found` of a TensorSource."""
+    decider = selection.decider
+    if decider in (SINGLE, INDEX) or (decider and decider == _weights_file_in_config(root)):
+        return _find_other_copy(root, selection, tensors, copies), None
+    other = next((name for name in PYTORCH if (root / name).is_file()), None)
+    if other is not None:
+        problem = f"{selection.names[0]} is read here, and transformers would read {other}"
+        return InputError(problem, "give a directory that holds only one of them", path=root), None
+    return None, _explain_not_found(root, selection)
+
+
+def _explain_not_found(root: Path, selection: Selection) -> InputError:
+    """Return the error that transformers would not find the selected files."""
     problem = f"{INDEX} is missing, by which transformers finds the weights in {shorten_names(selection.names)}"
     if selection.decider:
         remedy = f"copy {selection.decider} to {INDEX}"
@@ -399,19 +401,13 @@ def _explain_not_found(root: Path, selection: Selection) -> InputError | None:
     return bad_file(root, problem, remedy)
 
 
-def _find_conflict(
+def _find_other_copy(
     root: Path, selection: Selection, tensors: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[TensorInfo]]
 ) -> InputError | None:
-    """Return an error if transformers would read other weights than these, else None.
+    """Return an error if transformers would read a different copy of a tensor, else None.
 
     If files contain several copies of a tensor, it takes the one in the last file by name, whatever an index says.
     """
-    if not selection.decider or selection.decider not in (SINGLE, INDEX, _weights_file_in_config(root)):
-        other = next((name for name in PYTORCH if (root / name).is_file()), None)
-        if other is None:
-            return None
-        problem = f"{selection.names[0]} is read here, and transformers would read {other}"
-        return InputError(problem, "give a directory that holds only one of them", path=root)
     transformers_files = (SINGLE,) if SINGLE in selection.names else selection.names
     for name, infos in copies.items():
         last = [info.file for info in infos if info.file in transformers_files][-1:]
@@ -463,10 +459,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError as e:
         raise unreadable_file(path, e) from None
-    if data.startswith(LFS_MAGIC):
-        raise bad_file(path, "a Git LFS pointer, not the file", LFS_REMEDY)
-    if data.lstrip()[:16].lower().startswith(HTML_MAGIC):
-        raise bad_file(path, "a web page, not JSON")
+    refuse_substitute(path, data, "JSON")
     if not data.strip():
         raise bad_file(path, "is empty")
     try:

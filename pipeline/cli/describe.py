@@ -97,7 +97,7 @@ def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None,
         except UnsupportedError as error:
             return document | {"refused": error.text}
         document |= _describe_experts(model, source)
-        document["notes"] += model.notes
+        document["notes"] += (*model.notes, *model.warnings)
         if columns:
             document |= {"columns": {str(layer): _measure_columns(model, layer) for layer in model.layers}}
         if model.refusal is not None:

@@ -298,7 +298,7 @@ def _describe_serving(fmt: Format, facts: OutputFacts, model: MoeModel, options:
 
 
 def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
-    notes = [note for note in model.notes if note not in model.warnings]
+    notes = list(model.notes)
     skipped = [layer for layer in model.layers if layer not in layers]
     if skipped and options.kept_layers is None:
         notes.append(f"skipped because of --layers or --resume-layer: {name_layers(format_ranges(skipped))}")

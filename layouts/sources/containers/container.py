@@ -75,6 +75,17 @@ LFS_MAGIC = b"version https://git-lfs"
 LFS_REMEDY = f"run `git lfs pull` in that directory or {REMEDY}"
 
 
+def refuse_substitute(path: Path, beginning: bytes, what: str) -> None:
+    """Raise InputError if a file that begins so is a Git LFS pointer, or a web page that was saved instead.
+
+    what  what the file should be, such as "the weights"
+    """
+    if beginning.startswith(LFS_MAGIC):
+        raise bad_file(path, f"a Git LFS pointer, not {what}", LFS_REMEDY)
+    if beginning[:64].lstrip().lower().startswith(HTML_MAGIC):
+        raise bad_file(path, f"a web page, not {what}", REMEDY)
+
+
 @contextlib.contextmanager
 def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
     """Open a file and yield its descriptor and status.
@@ -90,11 +101,7 @@ def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_re
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: not a regular file; give a {suffix} file or a directory of them")
-        beginning = read_at(fd, 0, len(LFS_MAGIC), path)
-        if beginning == LFS_MAGIC:
-            raise bad_file(path, "a Git LFS pointer, not the weights", LFS_REMEDY)
-        if beginning.lower().startswith(HTML_MAGIC):
-            raise bad_file(path, "a web page, not the weights", REMEDY)
+        refuse_substitute(path, read_at(fd, 0, len(LFS_MAGIC), path), "the weights")
         yield fd, status
     finally:
         os.close(fd)

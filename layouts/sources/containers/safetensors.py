@@ -19,12 +19,11 @@ import numpy as np
 from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file, bad_tensor, unreadable_file
 from ktconvert.layouts.files.manifest import LONGEST_NAME
 from ktconvert.layouts.sources.containers.container import (
-    LFS_MAGIC,
-    LFS_REMEDY,
     Header,
     Selection,
     open_regular_file,
     read_at,
+    refuse_substitute,
 )
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
@@ -309,8 +308,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     """Return (tensor name -> shard in the index's directory, total_size or None) of an index. Raises InputError."""
     try:
         data = path.read_bytes()
-        if data.startswith(LFS_MAGIC):
-            raise bad_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
+        refuse_substitute(path, data, "the index")
         tree = msgspec.json.decode(data)
     except OSError as e:
         raise unreadable_file(path, e) from None

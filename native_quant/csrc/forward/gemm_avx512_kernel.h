@@ -17,13 +17,15 @@
  * up to four places. The next chunk is in the same panel, or the first of the next panel, of the next columns or of the
  * next call.
  *
- * An L1 of 32 KiB does not hold two chunks. There, chunks are prefetched into L2. AMD's processors read weights in the
- * order of their bytes if there are few tokens (Zen 4: 1.6 to 2.4 times as fast with one token, Zen 5: 1.2 times). */
+ * An L1 of 32 KiB does not hold two chunks. There, chunks are prefetched into L2. There and on AMD's processors, weights
+ * are read in the order of their bytes if there are few tokens (Zen 4: 1.6 to 2.4 times as fast with one token, Zen 5:
+ * 1.2 times). */
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
 #include "gemm_avx512.h"
 #include "gemm_steps.h"
+#include "reading.h"
 
 enum {
     BLOCK = 12,    /* most tokens of a kernel */

@@ -87,7 +87,9 @@ INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++, codes += pairs_bytes, a += 8) {
                 if (!reads.in_turn) kt_fetch_codes(coding, codes, pairs_bytes);
-                else kt_fetch_in_turn(reads.far && coding == KT_BF16_CODES, work->ahead, codes - work->chunk, pairs_bytes);
+                else
+                    kt_fetch_in_turn(reads.far && coding == KT_BF16_CODES, work->ahead, codes - work->chunk,
+                                     pairs_bytes);
 #pragma GCC unroll 4
                 for (int g = 0; g < 4; g++) {
                     ints pairs[2];

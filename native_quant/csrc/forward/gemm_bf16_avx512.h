@@ -89,7 +89,8 @@ KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
 #pragma GCC unroll 1
             for (int64_t at = 0; at < half_bytes; at += count * pair_bytes, a += 2 * count) {
                 if (reads.in_turn)
-                    kt_fetch_in_turn(reads.far && !is_fp8, ahead, codes - work->chunk + halves * at, halves * count * pair_bytes);
+                    kt_fetch_in_turn(reads.far && !is_fp8, ahead, codes - work->chunk + halves * at,
+                                     halves * count * pair_bytes);
 #pragma GCC unroll 2
                 for (int h = 0; h < halves; h++) {
                     const uint8_t *place = codes + h * half_bytes + at;

@@ -9,6 +9,7 @@
 #define KT_GEMM_BF16_STEPS_H
 
 #include "kernels.h"
+#include "reading.h"
 
 enum {
     KT_FEW_TOKENS = 6,        /* most tokens of `few` */

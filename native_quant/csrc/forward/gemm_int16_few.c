@@ -1,7 +1,6 @@
 /* Products of integers with few tokens: gemm_int16.h. Two panels are read in turn, a unit of columns at a time, which
  * stays in L1 while one block of tokens after the other is multiplied. Activations are converted once for all
  * panels, as many columns at a time as fit into the scratch memory. */
-#include "cpu.h"
 #include "gemm_int16.h"
 
 enum {

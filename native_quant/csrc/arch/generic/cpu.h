@@ -26,10 +26,4 @@ static inline void kt_leave(kt_fp_state before) {
 static inline void kt_pause(void) {
 }
 
-/* How weights are read (arch/x86/cpu.h); nothing is prefetched here. */
-typedef struct {
-    int in_turn, far, long_units, scales_in_l1;
-} kt_reading;
-static const kt_reading kt_reads;
-
 #endif

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "kernels.h"
+#include "reading.h"
 
 enum { LEAF1_ECX_FMA = 1 << 12, LEAF1_ECX_OSXSAVE = 1 << 27, LEAF1_ECX_AVX = 1 << 28, LEAF1_ECX_F16C = 1 << 29 };
 enum {
@@ -91,7 +92,6 @@ static unsigned measure_l1(void) {
     return 0;
 }
 
-/* docs/explanation/kernels.md has the measurements. */
 static const kt_reading small_l1 = {.in_order = 1}; /* Zen 4: two chunks do not fit into 32 KiB */
 static const kt_reading of_intel = {.in_turn = 1, .far = 1}; /* Emerald Rapids */
 static const kt_reading of_amd = {.in_order = 1, .in_turn = 1, .long_units = 1, .scales_in_l1 = 1}; /* Zen 5 */

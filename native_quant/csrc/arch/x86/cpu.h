@@ -1,4 +1,4 @@
-/* The processor, x86-64: floating-point state, the pause of a waiting thread, and the size of a cache. */
+/* The processor, x86-64: floating-point state, and the pause of a waiting thread. */
 #ifndef KT_CPU_H
 #define KT_CPU_H
 
@@ -28,16 +28,5 @@ static inline void kt_leave(kt_fp_state before) {
 static inline void kt_pause(void) {
     __builtin_ia32_pause();
 }
-
-/* How this processor reads weights fastest. Set when the library is loaded.
-     in_order   codes of INT4 and INT8 for few tokens: in the order of their bytes
-     in_turn    codes are prefetched into L1, lines of two panels in turn; 0: into L2, or only by the processor itself
-     far        also those behind them into L2, if products take much less time than reads
-     long_units  units of integers have more columns, and lines of Q8_0 are prefetched in turn, too
-     scales_in_l1  scales of Q4_K, Q5_K and Q6_K are prefetched into L1; 0: into L2 */
-typedef struct {
-    int in_order, in_turn, far, long_units, scales_in_l1;
-} kt_reading;
-extern kt_reading kt_reads;
 
 #endif
